@@ -60,6 +60,7 @@ class Spelling:
     scaled: bool = True  # K ** -0.5 on q or o; else 1
     grouped: bool = False  # accepts Hv a multiple of Hk
     normalised: bool = False  # does the l2 norm of q and k itself
+    float32_inside: bool = False  # computes in float32 whatever the arguments are
     must_match: bool = True  # False: correct GDN, but the compiler may refuse it (and must then say why)
     # for entries whose arguments are not the standard ones: (canonical arguments) -> args, and args -> Canonical
     encode: Callable[..., tuple[Any, ...]] | None = None
