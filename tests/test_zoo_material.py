@@ -5,14 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from near_misses.hidden import HIDDEN
+from near_misses.near_miss import NearMiss
+from near_misses.neighbours import NEIGHBOURS
 from zoo import chunk_loops, installed, token_algebra, token_control, token_loops
-from zoo.spelling import Spelling, relative
+from zoo.spelling import Canonical, Spelling, relative, token_oracle
 
 SPELLINGS = tuple(s for m in (token_loops, token_algebra, token_control, chunk_loops, installed) for s in m.SPELLINGS)
+NEAR_MISSES = (*NEIGHBOURS, *HIDDEN)
 
 
 def test_names_are_unique() -> None:
-    names = [s.name for s in SPELLINGS]
+    names = [s.name for s in (*SPELLINGS, *NEAR_MISSES)]
     assert len(names) == len(set(names))
 
 
@@ -23,3 +27,29 @@ def test_spelling_is_gated_delta_rule(spelling: Spelling) -> None:
     for got, expected in zip(spelling.outputs(spelling.fn(*args)), want):
         assert got.shape == expected.shape
         assert relative(got, expected) < (1e-5 if spelling.float32_inside else 1e-12)
+
+
+@pytest.mark.parametrize("near", NEAR_MISSES, ids=lambda n: n.name)
+def test_near_miss_is_something_else(near: NearMiss) -> None:
+    args = near.make(seed=2, dtype=torch.float64)
+    o, state = near.fn(*args)
+    if near.legal:
+        args = (*args[:3], torch.zeros_like(args[3]), *args[4:])
+    wrong_o, wrong_state = near.nearest(args)
+    difference = max(relative(o, wrong_o), relative(state, wrong_state))
+    assert difference < 1e-12 if near.legal or near.same_value else difference > 5e-2
+
+
+@pytest.mark.parametrize("near", [n for n in NEAR_MISSES if n.same_value], ids=lambda n: n.name)
+def test_near_miss_has_another_gradient(near: NearMiss) -> None:
+    args = tuple(a.requires_grad_() for a in near.make(seed=2, dtype=torch.float64))
+    eager = torch.autograd.grad(sum(x.sin().sum() for x in near.fn(*args)), args, allow_unused=True)
+    copies = tuple(a.detach().requires_grad_() for a in args)
+    q, k, v, g, beta = copies
+    state = v.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1])
+    results = token_oracle(Canonical(q, k, v, g, beta, q.shape[-1] ** -0.5, state))
+    wrong = torch.autograd.grad(sum(x.sin().sum() for x in results), copies)
+    differences = [
+        relative(w if e is None else e, torch.zeros_like(w) if e is None else w) for e, w in zip(eager, wrong)
+    ]
+    assert max(differences) > 5e-2

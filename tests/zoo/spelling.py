@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oracle import recurrence
+
 # canonical [B,T,H,...] to the layout's own, and back
 _TO: dict[str, Callable[[Tensor], Tensor]] = {
     "BTHD": lambda x: x,
@@ -151,16 +153,8 @@ def canonical_inputs(
 
 
 def token_oracle(c: Canonical) -> tuple[Tensor, Tensor]:
-    """The definition: decay the state, take the error, write, read. Kept apart from every spelling it checks."""
-    group = c.v.shape[2] // c.q.shape[2]
-    q, k = (x.repeat_interleave(group, dim=2) for x in (c.q, c.k))
-    state, outs = c.state, []
-    for t in range(q.shape[1]):
-        decayed = c.g[:, t].exp()[:, :, None, None] * state
-        error = c.v[:, t] - torch.einsum("bhkv,bhk->bhv", decayed, k[:, t])
-        state = decayed + torch.einsum("bhk,bhv->bhkv", k[:, t], c.beta[:, t, :, None] * error)
-        outs.append(c.scale * torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
-    return torch.stack(outs, dim=1), state
+    """``(o, state)`` by the definition, in float64."""
+    return recurrence(c.q, c.k, c.v, c.g, c.beta, c.state, c.scale)
 
 
 def relative(a: Tensor, b: Tensor) -> float:
