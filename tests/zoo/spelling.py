@@ -63,9 +63,10 @@ class Spelling:
     grouped: bool = False  # accepts Hv a multiple of Hk
     normalised: bool = False  # does the l2 norm of q and k itself
     float32_inside: bool = False  # computes in float32 whatever the arguments are
+    grads: bool = True  # False: eager autograd refuses it, because it overwrites what a gradient needs
     must_match: bool = True  # False: correct GDN, but the compiler may refuse it (and must then say why)
     # for entries whose arguments are not the standard ones: (canonical arguments) -> args, and args -> Canonical
-    encode: Callable[..., tuple[Any, ...]] | None = None
+    encode: Callable[..., tuple[Tensor, ...]] | None = None
     decode: Callable[..., Canonical] | None = None
 
     def make(
@@ -78,7 +79,7 @@ class Spelling:
         K: int = 8,
         V: int = 12,
         dtype: torch.dtype = torch.float32,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Tensor, ...]:
         """Arguments for ``fn``. Sizes that the spelling does not have (no batch, no heads) are taken as 1."""
         B = 1 if self.layout in _LEAD else B
         Hk = 1 if self.layout == "TD" else Hk
@@ -96,9 +97,9 @@ class Spelling:
             args.append(self._state_out(c.state))
         return tuple(a.contiguous() for a in args)
 
-    def canonical(self, args: tuple[Any, ...]) -> Canonical:
+    def canonical(self, args: tuple[Tensor, ...], detach: bool = True) -> Canonical:
         """What ``args`` mean, in float64."""
-        args = tuple(a.detach().double() if isinstance(a, Tensor) else a for a in args)
+        args = tuple((a.detach() if detach else a).double() for a in args)
         if self.decode is not None:
             return self.decode(*args)
         back = _FROM[self.layout]
@@ -114,9 +115,9 @@ class Spelling:
         scale = q.shape[-1] ** -0.5 if self.scaled else 1.0
         return Canonical(q, k, v, gate.log() if self.gate == "linear" else gate, beta, scale, state)
 
-    def reference(self, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """``(o, state)`` in the spelling's layouts, computed token by token in float64."""
-        o, state = token_oracle(self.canonical(args))
+    def reference(self, args: tuple[Tensor, ...], detach: bool = True) -> tuple[Tensor, Tensor]:
+        """``(o, state)`` in the spelling's layouts, token by token in float64; differentiable if not ``detach``."""
+        o, state = token_oracle(self.canonical(args, detach))
         return _TO[self.layout](o), self._state_out(state)
 
     def outputs(self, result: Any) -> tuple[Tensor, ...]:

@@ -195,7 +195,7 @@ SPELLINGS = (
     Spelling("read_before_decay", read_before_decay),
     Spelling("negative_error", negative_error, state="VK"),
     Spelling("output_from_parts", output_from_parts),
-    Spelling("in_place_state", in_place_state),
+    Spelling("in_place_state", in_place_state, grads=False),
     Spelling("repeat_before", repeat_before, grouped=True),
     Spelling("repeat_in_step", repeat_in_step, grouped=True),
     Spelling("expand_before", expand_before, grouped=True),
