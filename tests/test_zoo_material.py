@@ -11,6 +11,7 @@ from near_misses.lookalikes import LOOKALIKES
 from near_misses.near_miss import NearMiss
 from near_misses.neighbours import NEIGHBOURS
 from zoo import chunk_loops, installed, token_algebra, token_control, token_loops
+from zoo.models import MODELS, Model
 from zoo.spelling import Canonical, Spelling, relative, token_oracle
 
 SPELLINGS = tuple(s for m in (token_loops, token_algebra, token_control, chunk_loops, installed) for s in m.SPELLINGS)
@@ -89,3 +90,13 @@ def test_lookalike_differs_from_the_plain_loop(case: LookAlike) -> None:
     else:
         pairs = [(a, b) for a, b in zip(got, plain) if a.shape == b.shape]
         assert len(pairs) < 2 or max(relative(a, b) for a, b in pairs) > 1e-3
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_model_runs_and_trains(model: Model) -> None:
+    module, x = model.build(), model.inputs(T=70)
+    y = module(x)
+    assert y.shape == x.shape
+    y.square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+    assert torch.equal(model.build()(x), y)  # the same weights each time
