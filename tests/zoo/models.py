@@ -14,7 +14,7 @@ HIDDEN = 32
 
 @dataclass(frozen=True)
 class Model:
-    """``build()`` gives a module that maps ``inputs()`` [B,T,HIDDEN] to the same shape; ``layers``: GDN regions in it."""
+    """``build()`` gives a module that maps ``inputs()`` [B,T,HIDDEN] to the same shape; it has ``layers`` GDN layers."""
 
     name: str
     build: Callable[[], nn.Module]
