@@ -1,0 +1,122 @@
+"""Who may import whom, who may touch torch's internals, and how long a file may get.
+
+The plan: values travel between the stages in ``ir``; a pattern produces a Spec, a kernel consumes it, and neither knows
+the other; a stage does not know another stage; ``backend`` alone knows their order.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Each unit and the units it may import besides itself. A unit is a module or a folder under qlacompile.
+LANGUAGE = {"errors", "ir"}
+TOOLS = LANGUAGE | {"fxtools", "evaluate", "functional"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "ir": {"errors"},
+    "options": {"errors"},
+    "patterns": LANGUAGE,
+    "kernels": LANGUAGE,
+    "explain": LANGUAGE,
+    "fxtools": LANGUAGE,
+    "evaluate": LANGUAGE | {"fxtools"},
+    "functional": LANGUAGE | {"fxtools"},
+    "roll": TOOLS,
+    "lower": LANGUAGE | {"kernels"},
+    "ops": LANGUAGE | {"lower"},
+    # the people's side
+    "__init__": {"errors", "explain", "ops"},
+    "__main__": {"cli"},
+    "cli": {"commands"},
+    "commands": LANGUAGE | {"cli", "options", "explain", "lower", "ops", "roll", "kernels", "__init__"},
+}
+ORCHESTRATOR = "backend"  # may import every stage
+
+# torch keeps no promises about these; each use is fenced in and has a fallback
+INTERNALS = (
+    "torch._dynamo",
+    "torch._guards",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._inductor",
+    "torch._functorch",
+)
+MAY_TOUCH_INTERNALS = {
+    "roll/dynamo.py": "the hook",
+    "explain/breaks.py": "why torch broke the graph",
+    "rest.py": "hands the rest to inductor",
+}
+
+LONGEST = {"qlacompile": 300, "patterns": 300, "kernels": 600}
+LONGER: dict[str, int] = {}  # files that may be longer, each with a reason
+
+
+def _files() -> Iterator[tuple[str, Path]]:
+    """``(path under qlacompile, file)`` for every module, the linked folders included."""
+    for name in ("qlacompile", "patterns", "kernels"):
+        folder = ROOT / name
+        for path in sorted(folder.rglob("*.py")):
+            inside = path.relative_to(folder)
+            if inside.parts[0] not in ("patterns", "kernels"):
+                yield str(inside if name == "qlacompile" else Path(name) / inside), path
+
+
+FILES = dict(_files())
+
+
+def _imports(path: str) -> Iterator[str]:
+    """Absolute names of all that a module imports, wherever in it the import stands."""
+    package = ["qlacompile", *Path(path).parts[:-1]]
+    for node in ast.walk(ast.parse(FILES[path].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def _unit(name: str) -> str:
+    return name.split(".")[1] if "." in name else "__init__"
+
+
+def _units(path: str) -> set[str]:
+    """The units of qlacompile that a file imports."""
+    units = {name.removesuffix(".py") for name in (p.split("/")[0] for p in FILES)}
+    found = {_unit(name) for name in _imports(path) if name.split(".")[0] == "qlacompile"}
+    return {unit if unit in units else "__init__" for unit in found}
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_imports_follow_the_plan(path: str) -> None:
+    own = path.split("/", maxsplit=1)[0].removesuffix(".py")
+    if own == ORCHESTRATOR:
+        return
+    allowed = ALLOWED.get(own, TOOLS) | {own}  # what is not listed is a stage: it may use the tools, and no other stage
+    assert _units(path) <= allowed, f"{path} may import {sorted(allowed)} of qlacompile"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.startswith("kernels/")])
+def test_a_kernel_does_not_know_another_kernel(path: str) -> None:
+    own = ".".join(["qlacompile", *Path(path).parts[:2]])
+    assert all(name.startswith(own) for name in _imports(path) if name.startswith("qlacompile.kernels"))
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_internals_of_torch_are_fenced_in(path: str) -> None:
+    touched = {name for name in _imports(path) if name.startswith(INTERNALS)}
+    assert not touched or path in MAY_TOUCH_INTERNALS
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_file_has_one_responsibility(path: str) -> None:
+    """Length is no proof of it, but a file beyond this has always had two."""
+    top = path.split("/", maxsplit=1)[0]
+    limit = LONGER.get(path, LONGEST.get(top, LONGEST["qlacompile"]))
+    lines = len(FILES[path].read_text(encoding="utf-8").splitlines())
+    assert lines <= limit, f"{path} has {lines} lines; split it by what it is responsible for"
