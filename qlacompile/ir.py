@@ -141,13 +141,17 @@ class Ref:
 
 @dataclass(frozen=True)
 class Instr:
-    """One operation of a loop body. ``op`` is "call_function" or "call_method"; leaves of args/kwargs are Refs or constants."""
+    """One operation of a loop body. ``op`` is "call_function" or "call_method"; leaves of args/kwargs are Refs or constants.
+
+    ``dtype`` is that of its result in the traced program, if that is a tensor.
+    """
 
     op: str
     target: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     source: str = field(default="", compare=False)
+    dtype: torch.dtype | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,11 +182,21 @@ class Loop:
         return self.name
 
     def __call__(self, carries: Sequence[Any], invs: Sequence[Any], bases: Sequence[int]) -> tuple[Any, ...]:
+        return self.run(carries, invs, bases)
+
+    def run(
+        self,
+        carries: Sequence[Any],
+        invs: Sequence[Any],
+        bases: Sequence[int],
+        call: Callable[[Instr, tuple[Any, ...], dict[str, Any]], Any] | None = None,
+    ) -> tuple[Any, ...]:
+        """The loop's meaning; ``call`` may stand in for executing an instruction."""
         current = list(carries)
         stacks: list[list[Any]] = [[] for _ in self.stacks]
         env: dict[Ref, Any] = {Ref("inv", j): value for j, value in enumerate(invs)}
         for i in range(self.steps):
-            self.run_step(env, current, bases, i)
+            self.run_step(env, current, bases, i, call)
             for stack, ref in zip(stacks, self.stacks):
                 stack.append(env[ref])
             current = [env[ref] for ref in self.carry_out]
@@ -239,3 +253,93 @@ def refs_in(value: Any) -> list[Ref]:
 
     resolve(value, note)
     return found
+
+
+# --- what a pattern sees, and what it says ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Value:
+    """A candidate for a role: ``key`` names it for the caller; ``data`` holds its float64 value in this trial."""
+
+    key: Any
+    data: torch.Tensor
+
+
+class StepView(Protocol):
+    """One loop step as a function of its state. A trial fixes random float64 data for everything else.
+
+    ``state_shape``: the shape of the state; ``outputs``: how many per-step outputs there are.
+    """
+
+    state_shape: tuple[int, ...]
+    outputs: int
+
+    def run(self, state: torch.Tensor, trial: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The next state and the outputs of one step from ``state``."""
+
+    def values(self, trial: int) -> list[Value]:
+        """The values of the step that do not depend on the state, those nearest to the inputs first."""
+
+
+@dataclass(frozen=True)
+class StepMatch:
+    """A step is the family's: which value plays which role (a key of :class:`Value`), and how the state is laid out.
+
+    ``gate`` says how the decay follows from the role "g": "log" (exp g), "log2" (2**g), "linear" (g itself), "none".
+    """
+
+    family: str
+    key_axis: int
+    value_axis: int
+    roles: dict[str, Any]
+    gate: str
+    scale: float
+    output: int | None
+    error: float
+
+
+@dataclass(frozen=True)
+class SequenceView:
+    """A whole region: candidates for inputs and outputs, each a node with its float64 value in the search trial.
+
+    ``inputs`` and ``outputs`` are in graph order; the initial state is zero in this trial.
+    """
+
+    inputs: list[Value]
+    outputs: list[Value]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A node as a role: ``key`` of its Value, and the positions of batch, time and head in its shape (None: absent)."""
+
+    key: Any
+    batch: int | None
+    time: int
+    head: int | None
+
+
+@dataclass(frozen=True)
+class SequenceMatch:
+    """A region is the family's: see :class:`StepMatch`; placements say how each node is laid out."""
+
+    family: str
+    roles: dict[str, Placement]
+    output: Placement
+    gate: str
+    scale: float
+    key_dim: int
+    value_dim: int
+
+
+class Pattern(Protocol):
+    """What a family is. Found by discovery: a module in ``patterns/`` that defines ``PATTERN``."""
+
+    family: str
+
+    def match_step(self, view: StepView) -> StepMatch | Refusal:
+        """The roles of a loop step, or the first condition that fails."""
+
+    def match_sequence(self, view: SequenceView) -> SequenceMatch | Refusal:
+        """The roles of a region over whole sequences, or the first condition that fails."""

@@ -206,7 +206,8 @@ def compare(
             raise Unequal(f"results of different shape or type ({a} and {b})", "QLA103")
         args = comparison.walk(args_a, args_b)
         kwargs = comparison.walk(kwargs_a, kwargs_b)
-        comparison.body.instrs.append(Instr(op, target, args, tuple(kwargs.items()), source_of(b)))
+        dtype = getattr(b.meta.get("example_value"), "dtype", None)
+        comparison.body.instrs.append(Instr(op, target, args, tuple(kwargs.items()), source_of(b), dtype))
     return comparison.body
 
 

@@ -1,0 +1,265 @@
+"""Take off an operator's arguments what the operator does itself, where that is exact.
+
+Transposes and copies (the operator takes any layout), up-casts (it computes in float32 anyway), repeated heads (it knows
+grouped heads), a factor on q (the scale), and the l2norm of q and k when it is computed in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from .build import Builder
+from .evaluate import Evaluator, op_name
+
+_COPIES = frozenset("contiguous clone alias".split())
+_CASTS = frozenset("to float type type_as _to_copy".split())
+_NORM_OPS = frozenset("mul pow square sum add rsqrt sqrt reciprocal div true_divide truediv".split())
+
+
+@dataclass(frozen=True)
+class Peeled:
+    """A role's node and the positions of its batch, time and head axes (None: absent); the feature axis is last."""
+
+    node: fx.Node
+    batch: int | None
+    time: int
+    head: int | None
+
+
+@dataclass
+class Plan:
+    roles: dict[str, Peeled]
+    scale: float
+    eps: float | None
+    absorbed: list[str]
+
+
+def peel(roles: dict[str, Peeled], scale: float, build: Builder) -> Plan:
+    """The arguments with everything taken off that the operator does itself."""
+    absorbed: list[str] = []
+    out: dict[str, Peeled] = {}
+    grouped: dict[str, tuple[Peeled, int]] = {}
+    eps: float | None = None
+    if "q" in roles and "k" in roles:
+        q, factor = _layout(roles["q"], factors=True)
+        k, _ = _layout(roles["k"])
+        norm_q, norm_k = _l2norm(q), _l2norm(k)
+        if norm_q is not None and norm_k is not None and abs(norm_q[1] - norm_k[1]) <= 1e-6 * norm_k[1]:
+            q, more = _layout(norm_q[0], factors=False)
+            k, _ = _layout(norm_k[0])
+            factor *= more
+            eps = _round(norm_k[1])
+            absorbed.append(f"l2norm of q and k (eps {eps:g})")
+        scale *= factor
+        for role, at in (("q", q), ("k", k)):
+            grouped[role] = _ungroup(at)
+        if grouped["q"][1] == grouped["k"][1]:
+            if grouped["q"][1] > 1:
+                absorbed.append(f"heads of q and k repeated {grouped['q'][1]} times")
+            out["q"], out["k"] = (_layout(grouped[r][0])[0] for r in ("q", "k"))
+        else:
+            out["q"], out["k"] = q, k
+    for role in ("v", "g", "beta"):
+        if role in roles:
+            out[role] = _layout(roles[role])[0]
+    before = {r: roles[r].node.meta["example_value"].dtype for r in out}
+    after = {r: out[r].node.meta["example_value"].dtype for r in out}
+    # the operator takes q, k and v in one precision; a cast that would have to be put back is not taken off
+    if len({after[r] for r in ("q", "k", "v")}) > 1:
+        widest = torch.promote_types(torch.promote_types(after["q"], after["k"]), after["v"])
+        after = {r: widest if r in ("q", "k", "v") else after[r] for r in after}
+    ups = [r for r in out if after[r].itemsize < before[r].itemsize]
+    if ups:
+        absorbed.append(f"up-cast of {', '.join(ups)}")
+    return Plan(out, scale, eps, absorbed)
+
+
+def _round(eps: float) -> float:
+    """The short decimal that the eps was written as (it was measured through float64 arithmetic)."""
+    short = float(f"{eps:.4g}")
+    return short if abs(short - eps) <= 1e-5 * eps else eps
+
+
+def _layout(at: Peeled, factors: bool = False) -> tuple[Peeled, float]:
+    """Behind transposes, copies, up-casts and, if ``factors``, multiplications by a number."""
+    factor = 1.0
+    while True:
+        node = at.node
+        if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
+            return at, factor
+        source, name = node.args[0], op_name(node.target)
+        before, after = source.meta.get("example_value"), node.meta.get("example_value")
+        if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+            return at, factor
+        if name in _COPIES or (name in _CASTS and _widens(before, after)):
+            at = replace(at, node=source)
+            continue
+        order = _order(node, name, before.dim())
+        if order is not None:
+            at = Peeled(
+                source,
+                None if at.batch is None else order[at.batch],
+                order[at.time],
+                None if at.head is None else order[at.head],
+            )
+            if order[-1] != before.dim() - 1 and after.dim() == before.dim():
+                return _undo(at, node, order), factor
+            continue
+        number = _number(node, name) if factors else None
+        if number is not None and before.dtype == after.dtype:
+            factor *= number
+            at = replace(at, node=source)
+            continue
+        return at, factor
+
+
+def _undo(at: Peeled, node: fx.Node, order: list[int]) -> Peeled:
+    """A transpose that moves the feature axis is kept."""
+    inverse = {d: i for i, d in enumerate(order)}
+    return Peeled(
+        node,
+        None if at.batch is None else inverse[at.batch],
+        inverse[at.time],
+        None if at.head is None else inverse[at.head],
+    )
+
+
+def _widens(before: torch.Tensor, after: torch.Tensor) -> bool:
+    floating = before.dtype.is_floating_point and after.dtype.is_floating_point
+    return floating and before.device == after.device and before.dtype.itemsize <= after.dtype.itemsize and (
+        before.dtype == after.dtype or before.dtype.itemsize < after.dtype.itemsize
+    )
+
+
+def _order(node: fx.Node, name: str, rank: int) -> list[int] | None:
+    """For a transposing node: which axis of its argument each of its axes is."""
+    args = node.args[1:]
+    order = list(range(rank))
+    if name in ("transpose", "swapaxes", "swapdims") and len(args) == 2 and all(isinstance(a, int) for a in args):
+        i, j = args[0] % rank, args[1] % rank
+        order[i], order[j] = order[j], order[i]
+        return order
+    if name == "permute":
+        dims = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+        return [d % rank for d in dims] if all(isinstance(d, int) for d in dims) else None
+    if name in ("movedim", "moveaxis") and len(args) == 2 and all(isinstance(a, int) for a in args):
+        source = order.pop(args[0] % rank)
+        order.insert(args[1] % rank, source)
+        return order
+    return None
+
+
+def _number(node: fx.Node, name: str) -> float | None:
+    """``c`` for ``x * c``, ``1 / c`` for ``x / c``."""
+    if len(node.args) != 2 or node.kwargs or isinstance(node.args[1], bool):
+        return None
+    number = node.args[1]
+    if not isinstance(number, (int, float)) or number == 0:
+        return None
+    if name in ("mul", "multiply"):
+        return float(number)
+    return 1.0 / float(number) if name in ("div", "true_divide", "truediv", "divide") else None
+
+
+def _ungroup(at: Peeled) -> tuple[Peeled, int]:
+    """Behind a repetition of each head: (before it, how often)."""
+    at = _layout(at)[0]
+    node = at.node
+    if at.head is None or node.op not in ("call_function", "call_method") or not node.args:
+        return at, 1
+    name, source = op_name(node.target), node.args[0]
+    if not isinstance(source, fx.Node):
+        return at, 1
+    before, after = source.meta.get("example_value"), node.meta["example_value"]
+    if name == "repeat_interleave" and not set(node.kwargs) - {"dim", "repeats", "output_size"}:
+        repeats = node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
+        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+        if isinstance(repeats, int) and isinstance(dim, int) and dim % before.dim() == at.head:
+            return Peeled(source, at.batch, at.time, at.head), repeats
+    if name in ("reshape", "view", "flatten"):
+        # [.., H, D] -> [.., H, 1, D] -> [.., H, r, D] -> [.., H * r, D]
+        expanded = source
+        while expanded.op in ("call_function", "call_method") and op_name(expanded.target) in ("contiguous", "clone"):
+            expanded = expanded.args[0]
+        wide = expanded.meta.get("example_value")
+        if op_name(expanded.target) not in ("expand", "broadcast_to", "expand_as") or wide is None:
+            return at, 1
+        narrow = expanded.args[0]
+        flat = narrow.meta.get("example_value")
+        head = at.head
+        if flat is None or flat.dim() != wide.dim() or wide.dim() != after.dim() + 1:
+            return at, 1
+        grown = [d for d in range(wide.dim()) if flat.shape[d] != wide.shape[d]]
+        if grown != [head + 1] or flat.shape[head + 1] != 1 or after.shape[head] != wide.shape[head] * wide.shape[head + 1]:
+            return at, 1
+        origin = narrow.args[0] if op_name(narrow.target) in ("unsqueeze", "getitem") else None
+        inner = origin.meta.get("example_value") if isinstance(origin, fx.Node) else None
+        expected = [s for d, s in enumerate(flat.shape) if d != head + 1]
+        if inner is not None and list(inner.shape) == expected and isinstance(origin, fx.Node):
+            return Peeled(origin, at.batch, at.time, at.head), int(wide.shape[head + 1])
+    return at, 1
+
+
+def _l2norm(at: Peeled) -> tuple[Peeled, float] | None:
+    """(x, eps) if the node computes ``x * rsqrt(sum(x^2) + eps)`` over the last axis in float32 or wider."""
+    node = at.node
+    value = node.meta["example_value"]
+    if value.dtype.itemsize < 4:
+        return None
+    inside: list[fx.Node] = []
+    frontier: list[fx.Node] = [node]
+    entries: set[fx.Node] = set()
+    while frontier:
+        n = frontier.pop()
+        if n in inside or n in entries:
+            continue
+        simple = n.op in ("call_function", "call_method") and op_name(n.target) in _NORM_OPS
+        if simple and len(inside) < 12 and not _scalar_multiple(n):
+            inside.append(n)
+            frontier += n.all_input_nodes
+        else:
+            entries.add(n)
+    if len(entries) != 1:
+        return None
+    (x,) = entries
+    example = x.meta.get("example_value")
+    if not isinstance(example, torch.Tensor) or example.dim() != value.dim() or example.dtype != value.dtype:
+        return None
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    inside.sort(key=order.__getitem__)
+    eps = _measure_eps(x, node, inside, value.dim())
+    return (replace(at, node=x), eps) if eps is not None else None
+
+
+def _scalar_multiple(node: fx.Node) -> bool:
+    return _number(node, op_name(node.target)) is not None
+
+
+def _measure_eps(x: fx.Node, y: fx.Node, inside: list[fx.Node], rank: int) -> float | None:
+    """The eps for which the nodes between x and y are an l2norm, found and checked on random vectors of several sizes."""
+    generator = torch.Generator().manual_seed(3)
+    found: list[float] = []
+    for size in (1e-6, 1e-4, 1e-3, 1.0, 30.0):
+        data = torch.randn((2,) * (rank - 1) + (8,), generator=generator, dtype=torch.float64) * size
+        values: dict[fx.Node, Any] = {x: data}
+        try:
+            out = Evaluator().run(inside, values)[y]
+        except Exception:  # an operation that needs other shapes is no l2norm
+            return None
+        squares = (data * data).sum(-1, keepdim=True)
+        inverse = (out * data).sum(-1, keepdim=True) / squares
+        if not torch.allclose(out, data * inverse, rtol=1e-9, atol=0):
+            return None
+        found += (inverse.pow(-2) - squares).flatten().tolist() if size < 1e-2 else []
+        if size >= 1.0 and found:
+            expected = data * torch.rsqrt(squares + found[0])
+            if not torch.allclose(out, expected, rtol=1e-6, atol=0):
+                return None
+    eps = found[0]
+    if eps <= 0 or any(abs(e - eps) > 1e-6 * eps + 1e-12 for e in found):
+        return None
+    return eps

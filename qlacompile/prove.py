@@ -1,0 +1,120 @@
+"""Prove a recognised region: it and the operator's definition are run on random float64 data and must agree.
+
+A token loop was proven by its pattern already, as a map of its state for all states; what is left here are regions over
+whole sequences, which are compared token by token over their full length and in their final state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from .ir import Placement, Proof, Refusal, SequenceMatch
+from .recognise import Found, outputs_below
+from .regions import evaluate
+
+TOLERANCE = 1e-10
+TRIALS = 2
+
+
+def prove(found: Found, device: torch.device) -> Proof | Refusal:
+    """The evidence, also finding the nodes that hold the final state; or QLA207 with the first difference."""
+    if found.region is None:
+        assert found.proof is not None
+        return found.proof
+    worst = 0.0
+    candidates: list[tuple[fx.Node, bool]] | None = None
+    for trial in range(1, TRIALS + 1):
+        values = evaluate(found.region, trial, False, device)
+        output, state = definition(found, values)
+        match = found.match
+        assert isinstance(match, SequenceMatch) and isinstance(found.output, Placement)
+        actual = arrange(values[found.output.key], found.output, features=True)
+        difference = per_token(actual, output)
+        if difference > TOLERANCE:
+            return Refusal(
+                "QLA207",
+                f"the output differs from the {found.family} of the same inputs by {difference:.1e} (relative, float64)",
+                found.source,
+                found.family,
+                "prove",
+            )
+        worst = max(worst, difference)
+        states = [
+            (node, transposed)
+            for node, value in outputs_below(found, values)
+            for transposed in (False, True)
+            if _is_state(value, state, transposed)
+        ]
+        candidates = states if candidates is None else [c for c in candidates if c in states]
+    _take_states(found, candidates or [])
+    return Proof(worst, TRIALS, "the whole region on random float64 data, every token, random initial state")
+
+
+def _take_states(found: Found, candidates: list[tuple[fx.Node, bool]]) -> None:
+    if candidates:
+        transposed = candidates[0][1]
+        found.state_axes = (-1, -2) if transposed else (-2, -1)
+        found.state_out = [node for node, t in candidates if t == transposed]
+
+
+def definition(found: Found, values: dict[fx.Node, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The family's token recurrence on the roles' values: output ``[B, T, H, V]`` and state ``[B, H, K, V]``, float64."""
+    match = found.match
+    assert isinstance(match, SequenceMatch)
+    data = {role: arrange(values[at.key], at, role in ("q", "k", "v")) for role, at in found.roles.items()}
+    v = data["v"]
+    ones = torch.ones(v.shape[:3], dtype=torch.float64, device=v.device)
+    beta = data.get("beta", ones)
+    alpha = {
+        "none": lambda: ones,
+        "log": lambda: data["g"].exp(),
+        "log2": lambda: data["g"].exp2(),
+        "neg_log": lambda: (-data["g"]).exp(),
+        "linear": lambda: data["g"],
+    }[found.gate]()
+    q, k = data["q"] * found.scale, data["k"]
+    batch, length, heads = v.shape[:3]
+    shape = (batch, heads, match.key_dim, match.value_dim)
+    state = torch.zeros(shape, dtype=torch.float64, device=v.device)
+    if found.state_in is not None:
+        initial = values[found.state_in]
+        transposed = initial.shape[-2:] != shape[-2:]
+        state = (initial.transpose(-1, -2) if transposed else initial).reshape(shape)
+    outs = []
+    for t in range(length):
+        state = state * alpha[:, t, :, None, None]
+        u = beta[:, t, :, None] * (v[:, t] - (k[:, t].unsqueeze(-2) @ state).squeeze(-2))
+        state = state + k[:, t].unsqueeze(-1) * u.unsqueeze(-2)
+        outs.append((q[:, t].unsqueeze(-2) @ state).squeeze(-2))
+    return torch.stack(outs, 1), state
+
+
+def arrange(x: torch.Tensor, at: Placement, features: bool) -> torch.Tensor:
+    """A role's value as ``[B, T, H(, D)]``."""
+    order = [d for d in (at.batch, at.time, at.head) if d is not None] + ([x.dim() - 1] if features else [])
+    x = x.permute(order)
+    x = x.unsqueeze(0) if at.batch is None else x
+    return x if at.head is not None else x.unsqueeze(2)
+
+
+def per_token(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest relative difference of any token and head, in the norm over the value axis."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    difference = (actual - expected).norm(dim=-1)
+    size = expected.norm(dim=-1)
+    floor = size.amax() * 1e-30 + 1e-300
+    worst = (difference / (size + floor)).max().item()
+    return worst if worst == worst else float("inf")
+
+
+def _is_state(value: torch.Tensor, state: torch.Tensor, transposed: bool) -> bool:
+    expected = state.transpose(-1, -2) if transposed else state
+    wanted = [s for s in expected.shape if s != 1]
+    if [s for s in value.shape if s != 1] != wanted or value.shape[-2:] != expected.shape[-2:]:
+        return False
+    size = expected.abs().max().item()
+    return bool((value.reshape(expected.shape) - expected).abs().max().item() <= TOLERANCE * 10 * size)
