@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import fx
 
 from .functional import Functional
-from .fxtools import changes_mode, written_nodes
+from .fxtools import alias_roots, changes_mode, written_nodes
 from .ir import Refusal
 from .roll.compare import source_of
 
@@ -55,7 +55,8 @@ def survivors(
     ``replaced`` are (user, used) pairs of source nodes that will read the operator's outputs instead; ``core`` are the
     source nodes of the region. A write is alive if what it writes to is read later, or is visible outside the graph.
     """
-    source, roots = functional.source, functional.roots
+    source = functional.source
+    roots = alias_roots(source, replaced)
     alive: set[fx.Node] = set()
     todo: list[fx.Node] = []
     writers: dict[fx.Node, list[fx.Node]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ VIEW_METHODS = frozenset(
     detach diagonal real adjoint ravel unfold as_strided tensor_split broadcast_to requires_grad_ slice type_as
     __getitem__ cpu cuda alias view_as_real split_with_sizes hsplit vsplit dsplit select_copy""".split()
 )
+_MAYBE_COPIES = frozenset("to float double half bfloat16 type type_as contiguous".split())
 _GRAD_MODES = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_functorch", "_enter_inference_mode"}
 
 
@@ -116,14 +117,24 @@ def changes_mode(target: Any) -> bool:
     return name in _GRAD_MODES or name.startswith(("_set_", "_enter_", "_exit_"))
 
 
-def alias_roots(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """For each node the nodes whose memory it may share (itself, if it owns its memory)."""
+def alias_roots(
+    graph: fx.Graph, without: Set[tuple[fx.Node, fx.Node]] = frozenset()
+) -> dict[fx.Node, set[fx.Node]]:
+    """For each node the nodes whose memory it may share (itself, if it owns its memory).
+
+    ``without`` are (user, used) pairs that do not count, because the user is about to use something else.
+    """
     roots: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.nodes:
         found: set[fx.Node] = set()
         if node.op in ("call_function", "call_method"):
             for value in may_alias(node.op, node.target, tuple(node.args), dict(node.kwargs)):
-                fx.node.map_arg(value, lambda n: found.update(roots[n]))
+                fx.node.map_arg(value, lambda n: None if (node, n) in without else found.update(roots[n]))  # noqa: B023
+        if found and target_name(node.target) in _MAYBE_COPIES and len(found) == 1:
+            (source,) = found
+            # `zeros(..).to(x)` may be the zeros themselves, but nobody else can see them
+            if source in node.all_input_nodes and len(source.users) == 1 and source.op not in ("placeholder", "get_attr"):
+                found = set()
         roots[node] = found or {node}
     return roots
 

@@ -71,7 +71,11 @@ def recognise(
             continue
         result: Found | Refusal | None = None
         loop = loop_of(anchor)
-        if loop is not None and anchor not in functional.opaque and (loop.carry_out or loop.writes):
+        if anchor in functional.opaque:
+            if loop is not None and loop.carry_out:
+                yield Refusal("QLA302", "the loop writes to memory that is also reachable otherwise", loop.source)
+            continue
+        if loop is not None and (loop.carry_out or loop.writes):
             result = _as_step(functional, anchor, loop)
             if isinstance(result, Refusal) and not _may_be_chunk(loop):
                 yield result
