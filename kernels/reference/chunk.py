@@ -16,6 +16,7 @@ the value side, never the keys, so that all value heads of a group share one ``K
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -45,11 +46,13 @@ class Chunks:
 
     def by_value(self, x: torch.Tensor) -> torch.Tensor:
         """A view of ``[M, Hk, rows, R * V]`` as ``[M, Hk, R, rows, V]``."""
-        return x.unflatten(3, (self.group, -1)).transpose(2, 3)
+        m, hk, rows, _ = x.shape
+        return x.view(m, hk, rows, self.group, -1).transpose(2, 3)
 
     def by_group(self, x: torch.Tensor) -> torch.Tensor:
         """A view of ``[M, H, rows, columns]`` as ``[M, Hk, R, rows, columns]``."""
-        return x.unflatten(1, (-1, self.group))
+        m, heads, rows, columns = x.shape
+        return x.view(m, heads // self.group, self.group, rows, columns)
 
     def steps(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``x [M, ...]`` cut into the steps of the scan."""
@@ -75,35 +78,37 @@ def prepare(
     m, c = layout.chunks, layout.chunk
     hk, hv = k.shape[2], v.shape[2]
     kq = k.new_empty((m, hk, 2 * c, k.shape[3]), dtype=dtype)
-    layout.load(k, kq[:, :, :c])
-    layout.load(q, kq[:, :, c:])
+    keys, queries = kq[:, :, :c], kq[:, :, c:]
+    layout.load(k, keys)
+    layout.load(q, queries, scale)
     rnorm = None
     if qk_l2norm_eps is not None:
         rnorm = kq.new_empty((m, hk, 2 * c, 1))
         layout.load(reciprocal_norm(k, dtype, qk_l2norm_eps), rnorm[:, :, :c])
         layout.load(reciprocal_norm(q, dtype, qk_l2norm_eps), rnorm[:, :, c:])
         kq.mul_(rnorm)
-    kq[:, :, c:].mul_(scale)
     values = v.new_empty((m, hv, c, v.shape[3]), dtype=dtype)
     layout.load(v, values)
-    betas = v.new_ones((m, hv, c, 1), dtype=dtype)
-    if beta is not None:
+    betas = v.new_empty((m, hv, c, 1), dtype=dtype)
+    if beta is None:
+        betas.fill_(1)
+    else:
         layout.load(beta.unsqueeze(-1), betas)
-    sums = v.new_zeros((m, hv, c, 1), dtype=wide_dtype(v.device))
+
+    sums = v.new_zeros((2, m, hv, c, 1), dtype=wide_dtype(v.device))
     if g is not None:
-        layout.load(g.unsqueeze(-1), sums)
-        sums = sums.clamp_(min=_ZERO_DECAY[dtype]).cumsum(2)
-
+        layout.load(g.unsqueeze(-1), sums[1])
+        torch.cumsum(sums[1].clamp_(min=_ZERO_DECAY[dtype]), 2, out=sums[0])
+    start = sums[0]
     decay = v.new_empty((m, hv, c, c), dtype=dtype)
-    torch.sub(sums, sums.mT, out=decay)
+    torch.sub(start, start.mT, out=decay)
     decay.exp_().tril_()  # selects, so an overflow above the diagonal goes away without a trace
-    e = sums.exp().to(dtype)
-    d = sums.neg().add_(sums[:, :, -1:]).exp_().to(dtype)
+    torch.sub(start[:, :, -1:], start, out=sums[1])
+    e, d = sums.exp_().to(dtype).unbind(0)
 
-    products = torch.bmm(kq.flatten(0, 1), kq[:, :, :c].flatten(0, 1).mT).view(m, hk, 1, 2 * c, c)
-    grouped = decay.view(m, hk, -1, c, c)
-    a = (products[:, :, :, :c] * grouped).view(m, hv, c, c)
-    p = (products[:, :, :, c:] * grouped).view(m, hv, c, c)
+    products = torch.bmm(kq.view(m * hk, 2 * c, -1), keys.flatten(0, 1).mT).view(m, hk, 1, 2, c, c)
+    ap = products.mul_(decay.unsqueeze(2).unsqueeze(2)) if hk == hv else products * decay.view(m, hk, -1, 1, c, c)
+    a, p = ap.view(m, hv, 2, c, c).unbind(2)
     return Chunks(layout, hv // hk, kq, rnorm, values, betas, e, d, decay, a, p, _unit_inverse(a * betas))
 
 
@@ -118,8 +123,13 @@ def _unit_inverse(a: torch.Tensor) -> torch.Tensor:
 
     By substitution: the product of powers ``(I - a)(I + a^2)...`` cancels catastrophically for beta near 2.
     """
-    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
-    return torch.linalg.solve_triangular(a, eye, upper=False, left=False, unitriangular=True).contiguous()
+    eye = _eye(a.shape[-1], a.dtype, a.device).expand_as(a)
+    return torch.linalg.solve_triangular(a, eye, upper=False, left=False, unitriangular=True)
+
+
+@cache
+def _eye(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.eye(n, dtype=dtype, device=device)
 
 
 @dataclass
@@ -128,7 +138,6 @@ class Scan:
 
     kqs: torch.Tensor  # [M, Hk, 2C, R * V]: K S over Q S
     u: torch.Tensor  # [M, H, C, V]
-    du: torch.Tensor  # [M, Hk, C, R * V]: d U
     states: list[torch.Tensor]  # S of each step, [sequences * Hk, K, R * V], if asked for
     final: torch.Tensor  # [N, Hk, K, R * V], unless the states were asked for
 
@@ -139,10 +148,10 @@ def scan_forward(x: Chunks, state: torch.Tensor, keep_states: bool) -> Scan:
     c, r, v = x.layout.chunk, x.group, x.v.shape[3]
     kqs = x.v.new_empty((m, hk, rows, r * v))
     u = torch.empty_like(x.v)
-    du = x.v.new_empty((m, hk, c, r * v))
     bv, be = x.by_group(x.v * x.beta), x.by_group(x.beta * x.e)
     last = x.by_group(x.e[:, :, -1:]).transpose(2, 3)  # [M, Hk, 1, R, 1]
-    buffer = x.v.new_empty((x.layout.counts[0], hk, r, c, v))
+    buffer, du = x.v.new_empty((2, x.layout.counts[0], hk, c, r * v)).unbind(0)
+    rhs_buffer, du_view = buffer.view(-1, hk, r, c, v), x.by_value(du)
     parts = zip(
         x.layout.counts,
         x.matrices(x.kq),
@@ -156,24 +165,22 @@ def scan_forward(x: Chunks, state: torch.Tensor, keep_states: bool) -> Scan:
         x.steps(x.by_value(kqs[:, :, :c])),
         x.matrices(u),
         x.steps(x.by_group(u)),
-        x.matrices(du),
-        x.steps(x.by_value(du)),
     )
     states: list[torch.Tensor] = []
     running = state.flatten(0, 1)
-    for n, kq_n, kt_n, t_n, bv_n, be_n, d_n, last_n, kqs_out, ks_n, u_out, u_n, du_flat, du_out in parts:
+    for n, kq_n, kt_n, t_n, bv_n, be_n, d_n, last_n, kqs_out, ks_n, u_out, u_n in parts:
         running = running[: n * hk]
         torch.bmm(kq_n, running, out=kqs_out)
-        rhs = torch.addcmul(bv_n, be_n, ks_n, value=-1, out=buffer[:n])
+        rhs = torch.addcmul(bv_n, be_n, ks_n, value=-1, out=rhs_buffer[:n])
         torch.bmm(t_n, rhs.view(n * hk * r, c, v), out=u_out)
-        torch.mul(u_n, d_n, out=du_out)
+        torch.mul(u_n, d_n, out=du_view[:n])
         if keep_states:
             states.append(running)
             running = torch.mul(running.view(n, hk, -1, r, v), last_n).view_as(running)
         else:
             running.view(n, hk, -1, r, v).mul_(last_n)
-        running.baddbmm_(kt_n, du_flat)
-    return Scan(kqs, u, du, states, state)
+        running.baddbmm_(kt_n, du[:n].flatten(0, 1))
+    return Scan(kqs, u, states, state)
 
 
 def outputs(x: Chunks, scan: Scan) -> torch.Tensor:

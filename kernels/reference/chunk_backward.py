@@ -62,6 +62,8 @@ def backward(
 
     u_t = scan.u.flatten(0, 1).mT
     states = torch.cat(scan.states)
+    du = torch.empty_like(back.kds)  # d U
+    torch.mul(x.by_group(scan.u), x.by_group(x.d), out=x.by_value(du))
     products = x.kq.new_empty((*back.ze.shape[:3], c))  # gradients of KK^T over QK^T, summed over the group
     paths = None
     if need_k or need_g or need_beta:
@@ -80,14 +82,14 @@ def backward(
         if need_q or need_k:
             _sum_group(x, dp, x.decay, products[:, :, c:])
     if need_g and paths is not None:
-        out.g = _gate_gradient(x, scan, back, states, paths)
+        out.g = _gate_gradient(x, scan, back, states, paths, du)
 
     keys, keys_over_queries = x.kq[:, :, :c].flatten(0, 1), x.kq[:, :, : products.shape[2]].flatten(0, 1)
     if need_k:
         dk = torch.bmm(back.ze[:, :, :c].flatten(0, 1), states.mT)
         dk.baddbmm_(products[:, :, :c].flatten(0, 1), keys)
         dk.baddbmm_(products.flatten(0, 1).mT, keys_over_queries)
-        dk.baddbmm_(scan.du.flatten(0, 1), back.dstates.flatten(0, 1).mT)
+        dk.baddbmm_(du.flatten(0, 1), back.dstates.flatten(0, 1).mT)
         out.k = dk.view(*x.kq.shape[:2], c, -1)
     if need_q and do is not None:
         dq = torch.bmm(back.ze[:, :, c:].flatten(0, 1), states.mT)
@@ -100,7 +102,7 @@ def _reverse_scan(x: Chunks, scan: Scan, do: torch.Tensor | None, dfinal: torch.
     m, hk, _, width = x.kq.shape
     c, r, v, counts = x.layout.chunk, x.group, x.v.shape[3], x.layout.counts
     ze = x.v.new_empty((m, hk, c if do is None else 2 * c, r * v))
-    kds = torch.empty_like(scan.du)
+    kds = x.v.new_empty((m, hk, c, r * v))
     dr = torch.empty_like(x.v)
     buffer = x.v.new_empty((counts[0], hk, r, c, v))
     from_o: tuple[torch.Tensor | None, ...] = (None,) * len(counts)
@@ -162,7 +164,9 @@ def _beta_gradient(x: Chunks, scan: Scan, back: _Reverse, paths: torch.Tensor) -
     return error.mul_(back.dr).sum(-1, keepdim=True).add_(paths.sum(-1, keepdim=True))
 
 
-def _gate_gradient(x: Chunks, scan: Scan, back: _Reverse, states: torch.Tensor, paths: torch.Tensor) -> torch.Tensor:
+def _gate_gradient(
+    x: Chunks, scan: Scan, back: _Reverse, states: torch.Tensor, paths: torch.Tensor, du: torch.Tensor
+) -> torch.Tensor:
     """``dg [M, H, C, 1]``; ``paths [M, H, C, C]`` is ``dA * A + dP * P``."""
     m, hk, rows, width = back.ze.shape
     c, r = x.layout.chunk, x.group
@@ -171,7 +175,7 @@ def _gate_gradient(x: Chunks, scan: Scan, back: _Reverse, states: torch.Tensor, 
     inside = torch.mm(paths.view(-1, c), earlier).view_as(paths).mul_(later).sum(2)
 
     from_state = (back.ze * scan.kqs[:, :, :rows]).view(m, hk, rows // c, c, r, -1).sum((2, 5))
-    to_state = (scan.du * back.kds).view(m, hk, c, r, -1).sum(4)
+    to_state = (du * back.kds).view(m, hk, c, r, -1).sum(4)
     through = (states.view(m, hk, -1, r, width // r) * back.dstates.view(m, hk, -1, r, width // r)).sum((2, 4))
     dg = inside.view(m, hk, r, c)
     dg += from_state.transpose(2, 3) @ later

@@ -49,7 +49,7 @@ class ReferenceKernel:
         """``o [B, T, Hv, V]`` of ``out_dtype`` and ``final_state [N, Hv, K, V]`` of the compute dtype."""
         dtype = compute_dtype(q, k, v, g, beta, initial_state)
         with exact_matmul():
-            if v.shape[1] == 1 and cu_seqlens is None:
+            if v.shape[1] == 1 and cu_seqlens is None and k.numel() and v.numel():
                 o, final = step(q, k, v, g, beta, initial_state, scale, qk_l2norm_eps, dtype)
                 return o.to(out_dtype), final
             layout = _layout(v, cu_seqlens)

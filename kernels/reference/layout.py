@@ -33,23 +33,25 @@ class Layout:
     def chunks(self) -> int:
         return sum(self.counts)
 
-    def load(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """``x [B, T, H, D]`` to ``out [M, H, chunk, D]``; padding becomes zero, whatever lies beside the tokens."""
+    def load(self, x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
+        """``scale * x [B, T, H, D]`` to ``out [M, H, chunk, D]``; padding becomes zero, whatever lies there."""
         if self.slots is not None:
             rows = x[0].index_select(0, self.slots)
             if self.padding is not None:
                 rows = rows.masked_fill_(self.padding, 0)
-            out.copy_(rows.unflatten(0, (-1, self.chunk)).transpose(1, 2))
+            _copy(rows.unflatten(0, (-1, self.chunk)).transpose(1, 2), out, scale)
             return
-        out = out.unflatten(0, (len(self.counts), self.batch))
-        full = self.tokens // self.chunk
+        _, _, heads, width = x.shape
+        out = out.view(len(self.counts), self.batch, heads, self.chunk, width)
+        full, rest = divmod(self.tokens, self.chunk)
+        if rest == 0:
+            _copy(x.view(self.batch, full, self.chunk, heads, width).permute(1, 0, 3, 2, 4), out, scale)
+            return
         if full:
-            head = x if full * self.chunk == self.tokens else x[:, : full * self.chunk]
-            out[:full].copy_(head.unflatten(1, (full, self.chunk)).permute(1, 0, 3, 2, 4))
-        rest = self.tokens - full * self.chunk
-        if rest:
-            out[full, :, :, :rest].copy_(x[:, full * self.chunk :].transpose(1, 2))
-            out[full, :, :, rest:].zero_()
+            head = x[:, :-rest].view(self.batch, full, self.chunk, heads, width)
+            _copy(head.permute(1, 0, 3, 2, 4), out[:full], scale)
+        _copy(x[:, -rest:].transpose(1, 2), out[full, :, :, :rest], scale)
+        out[full, :, :, rest:].zero_()
 
     def store(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``x [M, H, chunk, D]`` to a new contiguous ``[B, T, H, D]``; rows of no sequence become zero."""
@@ -62,14 +64,13 @@ class Layout:
             out[0].index_copy_(0, slots, rows.to(dtype))
             return out
         out = x.new_empty((self.batch, self.tokens, heads, width), dtype=dtype)
-        x = x.unflatten(0, (len(self.counts), self.batch))
-        full = self.tokens // self.chunk
+        x = x.view(len(self.counts), self.batch, heads, self.chunk, width)
+        full, rest = divmod(self.tokens, self.chunk)
         if full:
-            head = out[:, : full * self.chunk].unflatten(1, (full, self.chunk))
+            head = out[:, : self.tokens - rest].view(self.batch, full, self.chunk, heads, width)
             head.permute(1, 0, 3, 2, 4).copy_(x[:full])
-        rest = self.tokens - full * self.chunk
         if rest:
-            out[:, full * self.chunk :].transpose(1, 2).copy_(x[full, :, :, :rest])
+            out[:, -rest:].transpose(1, 2).copy_(x[full, :, :, :rest])
         return out
 
     def sort(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,6 +80,15 @@ class Layout:
     def unsort(self, x: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`sort`."""
         return x if self.order is None else torch.empty_like(x).index_copy_(0, self.order, x)
+
+
+def _copy(x: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+    if scale == 1:
+        out.copy_(x)
+    elif x.dtype == out.dtype:
+        torch.mul(x, scale, out=out)
+    else:  # the product must not be rounded to the dtype of x
+        out.copy_(x).mul_(scale)
 
 
 def chunk_length(longest: int) -> int:

@@ -34,10 +34,13 @@ def step(
     if state is not None:
         state = state.to(dtype).reshape(-1, width, values)
         if g is not None:
-            state = state * g.to(dtype).exp().view(-1, 1, 1)
+            state = state * g.to(dtype).exp().reshape(-1, 1, 1)
         error = torch.baddbmm(v, k, state, alpha=-1)
     if beta is not None:
         error = error * beta.to(dtype).reshape(-1, 1, 1)
-    state = torch.bmm(k.mT, error) if state is None else torch.baddbmm(state, k.mT, error)
+    if state is None:
+        state = torch.bmm(k.mT, error)
+    else:  # the decayed state is ours to change; the caller's is not
+        state = state.baddbmm_(k.mT, error) if g is not None else torch.baddbmm(state, k.mT, error)
     o = torch.bmm(q, state)
     return o.view(-1, 1, heads, values), state.view(-1, heads, width, values)
