@@ -300,14 +300,19 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _sequence_candidates(view: SequenceView) -> Iterator[SequenceMatch | Refusal]:
-    seen: set[tuple[int, ...]] = set()
     outputs = []
     for value in view.outputs:
         for layout in _LAYOUTS.get(value.data.dim() - 1, ()):
             arranged = _arrange(value.data, layout, 1)
             outputs.append((arranged.shape[1], Placement(value.key, *layout), arranged))
-    # the shortest time axis first: the one without padding
-    for _, placement, out in sorted(outputs, key=lambda o: o[0]):
+    # For each length the first node that has it; of these the last one first: that is the whole sequence (chunks come
+    # before it) without its padding (which is cut off after it).
+    first: dict[int, int] = {}
+    for position, (length, _, _) in enumerate(outputs):
+        first.setdefault(length, position)
+    for length, placement, out in sorted(outputs, key=lambda o: -first[o[0]]):
+        if length < 2:
+            continue
         sizes = (out.shape[0], out.shape[1], out.shape[2])
         targets = [
             (p, v)
@@ -316,8 +321,6 @@ def _sequence_candidates(view: SequenceView) -> Iterator[SequenceMatch | Refusal
         ]
         if not targets:
             continue
-        if (*sizes, out.shape[-1]) not in seen:
-            seen.add((*sizes, out.shape[-1]))
         yield _assign(view, placement, out, sizes, targets)
 
 

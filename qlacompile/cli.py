@@ -34,6 +34,8 @@ def parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--only", choices=("layer", "loop"), help="run one of the two parts")
     demo.add_argument("--device", help="cpu or cuda; cuda where there is one")
+    # threads that wait for each other on busy cores cost far more than they save at these sizes
+    demo.add_argument("--threads", type=int, default=1, help="CPU threads of torch (default: 1)")
 
     add("doctor", "what is installed here, which kernels are usable, and why others are not")
 

@@ -54,6 +54,7 @@ PROLOGUE = ANALYTIC | frozenset(
 
 _BOOLEAN = frozenset("lt le gt ge eq ne and_ or_ logical_and logical_or logical_not bitwise_not invert bool long int".split())
 _TO_FLOAT = frozenset({"float", "half", "bfloat16", "double"})
+_ATTRIBUTES = frozenset("mT T mH H real shape ndim".split())
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -69,6 +70,8 @@ def is_in(target: Any, names: frozenset[str]) -> bool:
     """Whether an operation (or every operation of a rolled loop) is one of ``names``."""
     if isinstance(target, Loop):
         return all(is_in(instr.target, names) for instr in target.body)
+    if target is getattr:  # x.mT and the like; the attribute's name is checked when the node is run
+        return True
     base = getattr(target, "base", None)  # a functional form of a writing operation, see functional.py
     if base is not None and not isinstance(target, torch._ops.OpOverload):
         return is_in(base, names)
@@ -106,6 +109,8 @@ class Evaluator:
             return getattr(args[0], target)(*args[1:], **kwargs)
         if hasattr(target, "run") and not isinstance(target, torch._ops.OpOverload):  # a rolled loop, functional or not
             return target.run(*args, self.instr)
+        if target is getattr and args[1] not in _ATTRIBUTES:
+            raise NotImplementedError(f"attribute {args[1]}")
         result = target(*args, **kwargs)
         if isinstance(result, torch.Tensor) and result.device != self.device:
             result = result.to(self.device)

@@ -78,7 +78,7 @@ def may_alias(op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     written = written_args(op, target, args, kwargs)
     if written:
         return written
-    if target is operator.getitem or name in VIEW_METHODS:
+    if target is operator.getitem or target is getattr or name in VIEW_METHODS:
         first = args[0] if args else kwargs.get("input", kwargs.get("self"))
         return [first] if first is not None else []
     if isinstance(target, torch._ops.OpOverload):

@@ -15,7 +15,7 @@ from torch import fx
 from .evaluate import is_float
 from .functional import Functional, WritingLoop
 from .ir import Loop, Pattern, Placement, Proof, Ref, Refusal, SequenceMatch, StepMatch
-from .regions import Region, anchors, core, cut, evaluate, loop_of, view
+from .regions import Region, anchors, core, cut, evaluate, loop_of, start_hypotheses, view
 from .roll.compare import source_of
 from .steps import LoopStep, Unfit
 
@@ -121,6 +121,8 @@ def _as_step(functional: Functional, anchor: fx.Node, loop: Loop) -> Found | Ref
             refusals.append(match)
     except Unfit as e:
         return e.refusal
+    except Exception as e:  # an operation that does not run on other data: nothing is proven, the loop stays
+        return Refusal("QLA208", f"one step can not be evaluated ({type(e).__name__}: {e})", loop.source)
     best = refusals[0]
     return Refusal(best.code, best.reason, best.source or loop.source, best.nearest_family, "recognise")
 
@@ -179,7 +181,22 @@ def _as_sequence(
     source = loop.source if (loop := loop_of(anchor)) is not None else source_of(anchor)
     if region.bytes() > 24 << 30:
         return Refusal("QLA209", f"evaluating it takes {region.bytes() >> 30} GiB", source, stage="recognise")
-    values = evaluate(region, 0, True, device)
+    best: Refusal | None = None
+    for states in start_hypotheses(region):
+        region.states = states
+        result = _match_region(region, anchor, source, device)
+        if isinstance(result, Found):
+            return result
+        best = best or result
+    return best
+
+
+def _match_region(region: Region, anchor: fx.Node, source: str, device: torch.device) -> Found | Refusal | None:
+    """Ask every pattern about a region, given what it is supposed to start from."""
+    try:
+        values = evaluate(region, 0, True, device)
+    except Exception as e:  # as above
+        return Refusal("QLA208", f"the region can not be evaluated ({type(e).__name__}: {e})", source)
     best: Refusal | None = None
     seen = view(region, values)
     for pattern in patterns():

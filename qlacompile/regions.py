@@ -111,7 +111,6 @@ def cut(functional: Functional, anchor: fx.Node, closed: set[fx.Node]) -> Region
             if region.varying & set(node.all_input_nodes):
                 region.varying.add(node)
     region.below = [n for n in region.inside if n in below]
-    region.states = _states(region)
     return region
 
 
@@ -127,8 +126,9 @@ def _projection(node: fx.Node) -> bool:
     return False
 
 
-def _states(region: Region) -> list[fx.Node]:
-    """What the anchored loops start from; without a carrying loop, the leaves without a time axis."""
+def start_hypotheses(region: Region) -> list[list[fx.Node]]:
+    """What the recurrence may start from: the values that carrying loops begin with; without such a loop nothing, or
+    one of the leaves that is as large as a state."""
     found: list[fx.Node] = []
     carrying = False
     for node in region.below:
@@ -137,18 +137,29 @@ def _states(region: Region) -> list[fx.Node]:
             carrying = True
             found += [c for c in node.args[0] if c in region.varying and c not in found]
     if carrying:
-        return found
-    shape = shape_of(region.anchor) or next((s for n in region.anchor.all_input_nodes if (s := shape_of(n))), ())
-    if len(shape) < 3:
-        return found
-    size = shape[-1] if op_name(region.anchor.target) != "solve_triangular" else shape[-2]
-    times = range((shape[-3] - 1) * size + 1, shape[-3] * size + 1)
-    for leaf in region.leaves:
-        leaf_shape = shape_of(leaf) or ()
-        parameter = isinstance(leaf.meta.get("example_value"), torch.nn.Parameter)
-        if len(leaf_shape) >= 2 and not parameter and not any(s in times for s in leaf_shape):
-            found.append(leaf)
-    return found
+        return [found]
+    leaves = [
+        n
+        for n in region.leaves
+        if len(shape_of(n) or ()) >= 2 and not isinstance(n.meta.get("example_value"), torch.nn.Parameter)
+    ]
+    # an initial state is used late: the last leaves first
+    return [[], *([leaf] for leaf in reversed(leaves[:8]) if _used_below(leaf, region))]
+
+
+def _used_below(leaf: fx.Node, region: Region) -> bool:
+    """Whether a leaf reaches the part below the anchor other than through the anchor."""
+    below, inside = set(region.below) - {region.anchor}, set(region.inside)
+    todo, seen = [leaf], set()
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user in below:
+                return True
+            if user in inside and user not in seen and user is not region.anchor:
+                seen.add(user)
+                todo.append(user)
+    return False
 
 
 def evaluate(region: Region, trial: int, zero_states: bool, device: torch.device) -> dict[fx.Node, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +18,6 @@ def transformers_functions():
     return tuple(getattr(fn, "__wrapped__", fn) for fn in pair)
 
 
-@cache
 def fla_naive() -> ModuleType:
     """fla's naive.py, loaded by its path: importing its package needs triton, which a CPU machine may lack."""
     package = importlib.util.find_spec("fla")
@@ -32,28 +30,30 @@ def fla_naive() -> ModuleType:
     return module
 
 
+# Looked up once, here: code that is traced must not import modules.
+_HF_CHUNK, _HF_RECURRENT = transformers_functions()
+_FLA = fla_naive()
+
+
 def hf_chunk(q, k, v, g, beta, state):
-    fn, _ = transformers_functions()
-    return fn(q, k, v, g, beta, initial_state=state, output_final_state=True)
+    return _HF_CHUNK(q, k, v, g, beta, initial_state=state, output_final_state=True)
 
 
 def hf_chunk_normalised(q, k, v, g, beta):
-    fn, _ = transformers_functions()
-    return fn(q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    return _HF_CHUNK(q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
 
 def hf_recurrent(q, k, v, g, beta, state):
-    _, fn = transformers_functions()
-    return fn(q, k, v, g, beta, state, True)
+    return _HF_RECURRENT(q, k, v, g, beta, state, True)
 
 
 def fla_recurrent(q, k, v, g, beta, state):
     # the order of beta and g differs between the two functions of that file
-    return fla_naive().naive_recurrent_gated_delta_rule(q, k, v, beta, g, initial_state=state, output_final_state=True)
+    return _FLA.naive_recurrent_gated_delta_rule(q, k, v, beta, g, initial_state=state, output_final_state=True)
 
 
 def fla_chunk(q, k, v, g, beta, state):
-    return fla_naive().naive_chunk_gated_delta_rule(
+    return _FLA.naive_chunk_gated_delta_rule(
         q, k, v, g, beta, chunk_size=16, initial_state=state, output_final_state=True
     )
 
