@@ -22,9 +22,11 @@ from .cli import UsageError
 from .commands.console import Console
 from .explain.collect import collecting
 
-# An error may be this large, or twice that of eager code in the same dtype. In bfloat16 the recurrence runs on tensor
-# cores with float32 accumulation, as in every kernel for it, where eager code works in float32 throughout.
+# A tensor's error may be this large, or TIMES that of eager code in the same dtype: gradients of gates are sums in which
+# almost everything cancels. In bfloat16 the recurrence runs on tensor cores with float32 accumulation, as in every
+# kernel for it, where eager code works in float32 throughout.
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+TIMES = 10
 BUDGET = 2.0  # seconds of repeated runs for one time
 
 
@@ -35,6 +37,7 @@ class Problem:
     fn: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
     leaves: dict[str, Tensor]
+    weight: Tensor | None = None
 
     def double(self) -> Problem:
         """The same in float64."""
@@ -45,11 +48,18 @@ class Problem:
         return Problem(_exact_loop, inputs, dict(zip(self.leaves, inputs)))
 
     def step(self, fn: Callable[..., Tensor]) -> Tensor:
-        """One training step without the optimiser; gradients are left in the leaves."""
+        """One training step without the optimiser; gradients are left in the leaves.
+
+        The loss is a fixed random functional: a square would be nearly constant behind the layer's norm, and its
+        gradients nothing but rounding.
+        """
         for leaf in self.leaves.values():
             leaf.grad = None
         out = fn(*self.inputs)
-        out.float().square().mean().backward()
+        if self.weight is None:
+            gen = torch.Generator().manual_seed(1)
+            self.weight = torch.randn(out.shape, generator=gen, dtype=torch.float64).to(out)
+        (out * self.weight).sum().backward()
         return out
 
 
@@ -142,19 +152,19 @@ class Row:
     T: int
     step_length: int
     regions: int | None
-    output_error: float
-    gradient_error: float
-    worst_gradient: str
-    bound: float
+    errors: dict[str, float]  # "output", and each gradient by the name of its tensor
     first_forward_s: float
     forward_ms: float
     first_step_s: float
     step_ms: float
     ok: bool = True
 
+    def worst_gradient(self) -> str:
+        return max((name for name in self.errors if name != "output"), key=lambda name: self.errors[name])
 
-def measure(part: Part, backend: str, device: torch.device, console: Console, eager_error: float) -> Row:
-    """One line of the table: compile, time, and compare with float64."""
+
+def measure(part: Part, backend: str, device: torch.device, console: Console, eager: dict[str, float]) -> Row:
+    """One line of the table: compile, time, and compare with float64. ``eager``: the errors of eager code."""
     T, step_length = part.lengths(backend)
     torch.compiler.reset()
     problem = part.make(T, device)
@@ -173,23 +183,20 @@ def measure(part: Part, backend: str, device: torch.device, console: Console, ea
         out, exact = problem.step(fn), problem.double()
         truth = exact.step(exact.fn)
     errors = {name: _relative(leaf.grad, exact.leaves[name].grad) for name, leaf in problem.leaves.items()}
-    worst = max(errors, key=lambda name: errors[name])
     row = Row(
         part=part.name,
         backend=backend,
         T=T,
         step_length=step_length,
         regions=len(found.matches) if backend == "flashqla" else None,
-        output_error=_relative(out, truth),
-        gradient_error=errors[worst],
-        worst_gradient=worst,
-        bound=max(BOUND[problem.inputs[0].dtype], 2 * eager_error),
+        errors={"output": _relative(out, truth), **errors},
         first_forward_s=first_forward,
         forward_ms=forward,
         first_step_s=first_step,
         step_ms=step,
     )
-    within = max(row.output_error, row.gradient_error) <= row.bound
+    floor = BOUND[problem.inputs[0].dtype]
+    within = all(error <= max(floor, TIMES * eager.get(name, 0.0)) for name, error in row.errors.items())
     row.ok = within and row.regions in (None, 1)
     if backend == "flashqla" and row.regions != 1:
         for refusal in found.refusals:
@@ -261,8 +268,8 @@ def _table(console: Console, rows: list[Row]) -> None:
         [
             row.backend,
             "-" if row.regions is None else str(row.regions),
-            f"{row.output_error:.1e}",
-            f"{row.gradient_error:.1e} ({row.worst_gradient})",
+            f"{row.errors['output']:.1e}",
+            f"{row.errors[row.worst_gradient()]:.1e} ({row.worst_gradient()})",
             str(row.T),
             f"{row.first_forward_s:.1f} s",
             f"{row.forward_ms:.2f} ms",
