@@ -109,8 +109,8 @@ def assert_as_good_as_tokens(x: Inputs, found: dict, factor=4.0):
     """No error against float64 is larger than ``factor`` times that of the token loop in float32 plus one rounding.
 
     Everything with a head dimension is compared head by head: one head with large gradients must not hide another. The
-    gradient of the gate gets twice the factor: where nothing decays it sums over thousands of pairs of tokens, which the
-    token loop adds up in another order.
+    gradient of the gate gets twice the factor: where nothing decays it sums over thousands of pairs of tokens, which
+    the token loop adds up in another order.
     """
     exact, low = run_oracle(x), run_oracle(x, x.state_dtype)
     for name, value in found.items():

@@ -20,6 +20,7 @@ from functools import cache
 
 import torch
 
+from qlacompile.kernels.reference.arena import Arena
 from qlacompile.kernels.reference.layout import Layout
 from qlacompile.kernels.reference.precision import wide_dtype
 
@@ -63,7 +64,15 @@ class Chunks:
         return x.flatten(0, 1).split([n * x.shape[1] for n in self.layout.counts])
 
 
+def arena(layout: Layout, dtype: torch.dtype, k: torch.Tensor, v: torch.Tensor) -> Arena:
+    """Room for all temporaries of :func:`prepare`, :func:`scan_forward` and :func:`outputs`."""
+    (hk, width), (hv, values) = k.shape[2:], v.shape[2:]
+    keys, squares = 2 * hk * width, (4 * hv + 2 * hk * (hk != hv)) * layout.chunk
+    return Arena(v, dtype, layout.chunks * layout.chunk * (keys + squares + 6 * hv * values))
+
+
 def prepare(
+    memory: Arena,
     layout: Layout,
     dtype: torch.dtype,
     q: torch.Tensor,
@@ -77,7 +86,7 @@ def prepare(
     """Bring the inputs into chunks and do all work that is independent of the state."""
     m, c = layout.chunks, layout.chunk
     hk, hv = k.shape[2], v.shape[2]
-    kq = k.new_empty((m, hk, 2 * c, k.shape[3]), dtype=dtype)
+    kq = memory.take(m, hk, 2 * c, k.shape[3])
     keys, queries = kq[:, :, :c], kq[:, :, c:]
     layout.load(k, keys)
     layout.load(q, queries, scale)
@@ -87,7 +96,7 @@ def prepare(
         layout.load(reciprocal_norm(k, dtype, qk_l2norm_eps), rnorm[:, :, :c])
         layout.load(reciprocal_norm(q, dtype, qk_l2norm_eps), rnorm[:, :, c:])
         kq.mul_(rnorm)
-    values = v.new_empty((m, hv, c, v.shape[3]), dtype=dtype)
+    values = memory.take(m, hv, c, v.shape[3])
     layout.load(v, values)
     betas = v.new_empty((m, hv, c, 1), dtype=dtype)
     if beta is None:
@@ -100,16 +109,19 @@ def prepare(
         layout.load(g.unsqueeze(-1), sums[1])
         torch.cumsum(sums[1].clamp_(min=_ZERO_DECAY[dtype]), 2, out=sums[0])
     start = sums[0]
-    decay = v.new_empty((m, hv, c, c), dtype=dtype)
+    decay = memory.take(m, hv, c, c)
     torch.sub(start, start.mT, out=decay)
     decay.exp_().tril_()  # selects, so an overflow above the diagonal goes away without a trace
     torch.sub(start[:, :, -1:], start, out=sums[1])
     e, d = sums.exp_().to(dtype).unbind(0)
 
-    products = torch.bmm(kq.view(m * hk, 2 * c, -1), keys.flatten(0, 1).mT).view(m, hk, 1, 2, c, c)
-    ap = products.mul_(decay.unsqueeze(2).unsqueeze(2)) if hk == hv else products * decay.view(m, hk, -1, 1, c, c)
+    products = memory.take(m, hk, 2 * c, c)
+    torch.bmm(kq.view(m * hk, 2 * c, -1), keys.flatten(0, 1).mT, out=products.view(m * hk, 2 * c, c))
+    ap = products if hk == hv else memory.take(m, hv, 2 * c, c)
+    torch.mul(products.view(m, hk, 1, 2, c, c), decay.view(m, hk, -1, 1, c, c), out=ap.view(m, hk, -1, 2, c, c))
     a, p = ap.view(m, hv, 2, c, c).unbind(2)
-    return Chunks(layout, hv // hk, kq, rnorm, values, betas, e, d, decay, a, p, _unit_inverse(a * betas))
+    inverse = _unit_inverse(torch.mul(a, betas, out=memory.take(m, hv, c, c)))
+    return Chunks(layout, hv // hk, kq, rnorm, values, betas, e, d, decay, a, p, inverse)
 
 
 def reciprocal_norm(x: torch.Tensor, dtype: torch.dtype, eps: float) -> torch.Tensor:
@@ -142,13 +154,13 @@ class Scan:
     final: torch.Tensor  # [N, Hk, K, R * V], unless the states were asked for
 
 
-def scan_forward(x: Chunks, state: torch.Tensor, keep_states: bool) -> Scan:
+def scan_forward(memory: Arena, x: Chunks, state: torch.Tensor, keep_states: bool) -> Scan:
     """Scan the chunks. ``state [N, Hk, K, R * V]`` becomes the final state in place, unless the states are kept."""
     m, hk, rows, _ = x.kq.shape
     c, r, v = x.layout.chunk, x.group, x.v.shape[3]
-    kqs = x.v.new_empty((m, hk, rows, r * v))
-    u = torch.empty_like(x.v)
-    bv, be = x.by_group(x.v * x.beta), x.by_group(x.beta * x.e)
+    kqs, u = memory.take(m, hk, rows, r * v), memory.take(*x.v.shape)
+    bv = x.by_group(torch.mul(x.v, x.beta, out=memory.take(*x.v.shape)))
+    be = x.by_group(x.beta * x.e)
     last = x.by_group(x.e[:, :, -1:]).transpose(2, 3)  # [M, Hk, 1, R, 1]
     buffer, du = x.v.new_empty((2, x.layout.counts[0], hk, c, r * v)).unbind(0)
     rhs_buffer, du_view = buffer.view(-1, hk, r, c, v), x.by_value(du)
@@ -183,10 +195,11 @@ def scan_forward(x: Chunks, state: torch.Tensor, keep_states: bool) -> Scan:
     return Scan(kqs, u, states, state)
 
 
-def outputs(x: Chunks, scan: Scan) -> torch.Tensor:
+def outputs(memory: Arena, x: Chunks, scan: Scan) -> torch.Tensor:
     """``O [M, H, C, V]``."""
     c = x.layout.chunk
-    o = torch.bmm(x.p.flatten(0, 1), scan.u.flatten(0, 1)).view_as(scan.u)
+    o = memory.take(*scan.u.shape)
+    torch.bmm(x.p.flatten(0, 1), scan.u.flatten(0, 1), out=o.flatten(0, 1))
     qs = x.by_value(scan.kqs[:, :, c:])
     x.by_group(o).addcmul_(qs, x.by_group(x.e))
     return o

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from qlacompile.ir import Spec
-from qlacompile.kernels.reference.chunk import outputs, prepare, scan_forward
+from qlacompile.kernels.reference.chunk import arena, outputs, prepare, scan_forward
 from qlacompile.kernels.reference.chunk_backward import backward, unnormalised_keys, unscaled_queries
 from qlacompile.kernels.reference.layout import Layout, dense_layout, packed_layout
 from qlacompile.kernels.reference.precision import compute_dtype, exact_matmul
@@ -56,9 +56,10 @@ class ReferenceKernel:
             state = _load_state(layout, initial_state, k, v, cu_seqlens, dtype)
             if _is_empty(layout, k, v):
                 return v.new_zeros(v.shape, dtype=out_dtype), _store_state(layout, state, v)
-            x = prepare(layout, dtype, q, k, v, g, beta, scale, qk_l2norm_eps)
-            scan = scan_forward(x, state, keep_states=False)
-            return layout.store(outputs(x, scan), out_dtype), _store_state(layout, scan.final, v)
+            memory = arena(layout, dtype, k, v)
+            x = prepare(memory, layout, dtype, q, k, v, g, beta, scale, qk_l2norm_eps)
+            scan = scan_forward(memory, x, state, keep_states=False)
+            return layout.store(outputs(memory, x, scan), out_dtype), _store_state(layout, scan.final, v)
 
     def backward(
         self,
@@ -87,9 +88,10 @@ class ReferenceKernel:
                 grads[5] = _store_state(layout, dstate, v)
             else:
                 with exact_matmul():
-                    x = prepare(layout, dtype, q, k, v, g, beta, scale, qk_l2norm_eps)
+                    memory = arena(layout, dtype, k, v)
+                    x = prepare(memory, layout, dtype, q, k, v, g, beta, scale, qk_l2norm_eps)
                     state = _load_state(layout, initial_state, k, v, cu_seqlens, dtype)
-                    scan = scan_forward(x, state, keep_states=True)
+                    scan = scan_forward(memory, x, state, keep_states=True)
                     chunked = backward(x, scan, _load(layout, do, dtype), dstate, wanted)
                     if chunked.state is not None:
                         grads[5] = _store_state(layout, chunked.state, v)
