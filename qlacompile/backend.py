@@ -20,6 +20,7 @@ from .recognise import Found, recognise
 from .rest import compile_rest, unroll
 from .rewrite import Rewritten, rewrite
 from .roll import dynamo as roll
+from .roll.graph import copy_graph, has_repetition, reroll
 
 
 def flashqla(
@@ -41,7 +42,7 @@ def flashqla(
             record.add_refusal(refusal)
         replaced = 0
         for module in [gm, *_subgraphs(gm)]:
-            replaced += fuse(module, chosen, record)
+            replaced += fuse(module, chosen, record) + fuse_unrolled(module, chosen, record)
         report = record.report()
         if chosen.strict and (report.refusals or not report.matches):
             raise StrictError("QLA003", _why(report.refusals))
@@ -84,6 +85,20 @@ def fuse(gm: fx.GraphModule, options: Options, record: Recorder) -> int:
         with record.stage("lower"):
             record.add_match(_lower(result, found, proof, options))
         count += 1
+
+
+def fuse_unrolled(gm: fx.GraphModule, options: Options, record: Recorder) -> int:
+    """The same for loops that were traced unrolled. The graph only changes if one of them is replaced."""
+    with record.stage("roll"):
+        if not has_repetition(gm.graph):
+            return 0
+        attempt = fx.GraphModule(gm, copy_graph(gm.graph))
+        if not reroll(attempt):
+            return 0
+    count = fuse(attempt, options, record)
+    if count:
+        gm.graph = attempt.graph
+    return count
 
 
 def _next(functional: Any, device: torch.device, refused: set[Any], record: Recorder) -> Found | None:
