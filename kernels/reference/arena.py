@@ -11,7 +11,6 @@ import math
 
 import torch
 
-
 _LARGEST_BLOCK = 16 << 20  # bytes; the limit of glibc can rise to 32 MiB
 
 

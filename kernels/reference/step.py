@@ -28,8 +28,10 @@ def step(
         q = q * reciprocal_norm(q, dtype, qk_l2norm_eps)
         k = k * reciprocal_norm(k, dtype, qk_l2norm_eps)
     v = v.to(dtype).reshape(-1, 1, values)
-    k = k.to(dtype).repeat_interleave(group, 2).view(-1, 1, width)
-    q = q.to(dtype).mul(scale).repeat_interleave(group, 2).view(-1, 1, width)
+    k, q = k.to(dtype), q.to(dtype) * scale
+    if group > 1:
+        k, q = k.repeat_interleave(group, 2), q.repeat_interleave(group, 2)
+    k, q = k.reshape(-1, 1, width), q.reshape(-1, 1, width)
     error = v
     if state is not None:
         state = state.to(dtype).reshape(-1, width, values)

@@ -31,6 +31,8 @@ def check(tensors: Tensors, parameters: Sequence[Any]) -> None:
     q, k, v, g, beta, initial_state, cu_seqlens = tensors
     if q is None or k is None or v is None:
         raise ArgumentError("QLA401", "q, k and v: found None, expected a tensor for each")
+    if cu_seqlens is None and type(v) is torch.Tensor and _plainly_fits(q, k, v, g, beta, initial_state):
+        return
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
     for name, x in named.items():
         if x is None:
@@ -64,6 +66,29 @@ def check(tensors: Tensors, parameters: Sequence[Any]) -> None:
     if initial_state is not None:
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         _expect("initial_state", initial_state, (sequences, heads, width, values), "[N, Hv, K, V] for N sequences")
+
+
+def _plainly_fits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+) -> bool:
+    """The usual case, decided in a few comparisons because every decoded token pays for them; says nothing if false."""
+    if not (q.dim() == k.dim() == v.dim() == 4) or q.shape != k.shape:
+        return False
+    (batch, tokens, heads, values), (_, _, key_heads, width) = v.shape, k.shape
+    device = v.device
+    return (
+        k.shape[:2] == (batch, tokens)
+        and key_heads > 0
+        and heads % key_heads == 0
+        and all(x is None or x.shape == (batch, tokens, heads) for x in (g, beta))
+        and (initial_state is None or initial_state.shape == (batch, heads, width, values))
+        and all(x is None or (x.dtype in _FLOATS and x.device == device) for x in (q, k, v, g, beta, initial_state))
+    )
 
 
 def _check_cu_seqlens(cu_seqlens: torch.Tensor, batch: Any, tokens: Any, device: torch.device) -> None:
