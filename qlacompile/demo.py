@@ -140,7 +140,7 @@ class Part:
 
 
 def parts(device: torch.device) -> tuple[Part, ...]:
-    loop = Part("loop", "token loop, 4 heads of 32, fp32", loop_problem, 4096, 24, 1024)
+    loop = Part("loop", "token loop, 4 heads of 32, fp32", loop_problem, 4096, 16, 1024)
     if device.type == "cuda":
         title = "Qwen3-Next layer, 16/32 heads of 128, hidden 2048, bf16"
         return Part("layer", title, layer_problem, 4096, 512, 4096), loop

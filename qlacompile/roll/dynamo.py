@@ -117,8 +117,8 @@ class _Mark:
             variable = variable.unwrap()
             if isinstance(variable, (ConstantVariable, TensorVariable, SymNodeVariable)):
                 return
-            if type(variable) in (ListVariable, _WatchedList):
-                items = variable.__dict__.get("items", variable.__dict__.get("_store"))
+            if type(variable) in (ListVariable, _WatchedList, RolledListVariable):
+                items = _own_items(variable)
                 self.lists[id(variable)] = (variable, len(items))
                 self.fingerprint[id(variable)] = (variable, ("list", _leaf(items)))
             else:
@@ -174,6 +174,12 @@ def _check_unchanged(a: _Mark, b: _Mark) -> None:
         raise Unequal(f"a {type(variable).__name__.removesuffix('Variable').lower()} changes in the loop", "QLA105")
 
 
+def _own_items(variable: ListVariable) -> list[VariableTracker]:
+    """The items that a list holds one by one: all of them, or for a rolled list those appended after its blocks."""
+    fields = variable.__dict__
+    return fields["items"] if "items" in fields else fields["_store"]
+
+
 # --- lists ------------------------------------------------------------------------------------------------------------
 
 
@@ -192,30 +198,50 @@ class _WatchedList(ListVariable):
 
     def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> VariableTracker:
         if name == "append" and len(args) == 1 and not kwargs:
-            tx.output.side_effects.mutation(self)
-            self.__dict__["_store"].append(args[0])
-            return ConstantVariable.create(None)
+            return _append(self, tx, args[0])
         return super().call_method(tx, name, args, kwargs)
 
     @classmethod
     def watch(cls, variable: ListVariable) -> None:
-        variable.__dict__["_store"] = variable.__dict__.pop("items")
-        variable.__dict__["_read"] = False
+        fields = variable.__dict__
+        fields["_store"] = fields.pop("items") if "items" in fields else fields["_store"]
+        fields["_read"] = False
         variable.__class__ = cls
 
     def release(self) -> None:
-        items = self.__dict__.pop("_store")
-        self.__dict__.pop("_read")
-        self.__class__ = ListVariable  # type: ignore[assignment]
-        self.items = items
+        fields = self.__dict__
+        fields.pop("_read")
+        if "blocks" in fields:
+            self.__class__ = RolledListVariable  # type: ignore[assignment]
+        else:
+            items = fields.pop("_store")
+            self.__class__ = ListVariable  # type: ignore[assignment]
+            self.items = items
+
+
+def _append(variable: ListVariable, tx: Any, item: VariableTracker) -> VariableTracker:
+    tx.output.side_effects.mutation(variable)
+    variable.__dict__["_store"].append(item)
+    return ConstantVariable.create(None)
 
 
 class RolledListVariable(ListVariable):
-    """A list that a rolled loop filled: ``head`` as it was, then for each step one slice of each stacked tensor.
+    """A list that rolled loops filled. ``blocks`` come first: lists of items, and pairs of (stacked tensors, steps) that
+    stand for one slice of each tensor a step; ``_store`` holds what was appended since.
 
-    ``torch.stack``/``torch.cat`` of it, indexing and iterating cost a constant number of nodes; any other use turns it
-    into an ordinary list with one node an item.
+    ``torch.stack``/``torch.cat`` of it, indexing, appending and iterating cost a constant number of nodes; any other use
+    turns it into an ordinary list with one node an item.
     """
+
+    @classmethod
+    def grow(cls, variable: ListVariable, count: int, stacks: list[VariableTracker], steps: int) -> None:
+        """A loop of ``steps`` iterations appended ``stacks`` to the first ``count`` own items of the list."""
+        fields = variable.__dict__
+        own = _own_items(variable)[:count]
+        fields.pop("items", None)
+        fields["blocks"] = [*fields.get("blocks", []), *([own] if own else []), (stacks, steps)]
+        fields["_store"] = []
+        variable.__class__ = cls
 
     def as_python_constant(self) -> Any:
         raise NotImplementedError
@@ -227,26 +253,45 @@ class RolledListVariable(ListVariable):
     def items(self) -> list[VariableTracker]:  # type: ignore[override]
         tx = sc.InstructionTranslator.current_tx()
         items = [self.item(tx, i) for i in range(self.length)]
-        for key in ("head", "stacks", "steps"):
+        for key in ("blocks", "_store"):
             self.__dict__.pop(key)
         self.__class__ = ListVariable  # type: ignore[assignment]
         self.items = items
         return items
 
+    def _parts(self) -> list[Any]:
+        store = self.__dict__["_store"]
+        return [*self.__dict__["blocks"], *([store] if store else [])]
+
     @property
     def length(self) -> int:
-        d = self.__dict__
-        return len(d["head"]) + d["steps"] * len(d["stacks"])
+        return sum(len(p) if isinstance(p, list) else len(p[0]) * p[1] for p in self._parts())
+
+    def only_stack(self) -> VariableTracker | None:
+        """The one tensor that the whole list is the slices of, if there is one."""
+        parts = self._parts()
+        single = len(parts) == 1 and not isinstance(parts[0], list) and len(parts[0][0]) == 1
+        return parts[0][0][0] if single else None
 
     def item(self, tx: Any, i: int) -> VariableTracker:
-        head, stacks = self.__dict__["head"], self.__dict__["stacks"]
-        if i < len(head):
-            return head[i]
-        step, which = divmod(i - len(head), len(stacks))
-        stacked = stacks[which].as_proxy()
-        example = _fresh(tx, stacked.node.meta["example_value"][0])
-        proxy = tx.output.create_proxy("call_function", operator.getitem, (stacked, step), {})
-        return wrap_fx_proxy(tx, proxy, example_value=example)
+        for part in self._parts():
+            size = len(part) if isinstance(part, list) else len(part[0]) * part[1]
+            if i >= size:
+                i -= size
+                continue
+            if isinstance(part, list):
+                return part[i]
+            step, which = divmod(i, len(part[0]))
+            stacked = part[0][which].as_proxy()
+            example = _fresh(tx, stacked.node.meta["example_value"][0])
+            proxy = tx.output.create_proxy("call_function", operator.getitem, (stacked, step), {})
+            return wrap_fx_proxy(tx, proxy, example_value=example)
+        raise IndexError(i)
+
+    def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> VariableTracker:
+        if name == "append" and len(args) == 1 and not kwargs:
+            return _append(self, tx, args[0])
+        return super().call_method(tx, name, args, kwargs)
 
     def getitem_const(self, tx: Any, arg: VariableTracker) -> VariableTracker:
         index = arg.as_python_constant() if isinstance(arg, ConstantVariable) else None
@@ -256,28 +301,26 @@ class RolledListVariable(ListVariable):
 
     def join(self, tx: Any, cat: bool, dim: int) -> VariableTracker:
         """``torch.cat(self, dim)`` or ``torch.stack(self, dim)`` in a few ordinary nodes."""
-        head, stacks = self.__dict__["head"], self.__dict__["stacks"]
 
         def emit(target: Any, *args: Any, **kwargs: Any) -> Any:
             return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", target, args, kwargs)).as_proxy()
 
-        rest = stacks[0].as_proxy()
-        if len(stacks) > 1:
-            rest = emit(torch.flatten, emit(torch.stack, [s.as_proxy() for s in stacks], 1), 0, 1)
-        rank = rest.node.meta["example_value"].dim() - 1
-        if cat:
-            dim %= rank
-            rest = emit(torch.flatten, emit(torch.movedim, rest, 0, dim), dim, dim + 1)
-            parts = [v.as_proxy() for v in head]
-        else:
-            dim %= rank + 1
-            rest = emit(torch.movedim, rest, 0, dim)
-            parts = [emit(torch.stack, [v.as_proxy() for v in head], dim)] if head else []
-        if parts:
-            proxy = tx.output.create_proxy("call_function", torch.cat, ([*parts, rest], dim), {})
+        pieces: list[Any] = []
+        for part in self._parts():
+            if isinstance(part, list):
+                items = [v.as_proxy() for v in part]
+                pieces += items if cat else [emit(torch.stack, items, dim)]
+                continue
+            stacks = [s.as_proxy() for s in part[0]]
+            piece = stacks[0] if len(stacks) == 1 else emit(torch.flatten, emit(torch.stack, stacks, 1), 0, 1)
+            axis = dim % (piece.node.meta["example_value"].dim() - (1 if cat else 0))
+            piece = emit(torch.movedim, piece, 0, axis)
+            pieces.append(emit(torch.flatten, piece, axis, axis + 1) if cat else piece)
+        if len(pieces) > 1:
+            proxy = tx.output.create_proxy("call_function", torch.cat, (pieces, dim), {})
         else:
             proxy = tx.output.create_proxy(
-                "call_function", torch.clone, (rest,), {"memory_format": torch.contiguous_format}
+                "call_function", torch.clone, (pieces[0],), {"memory_format": torch.contiguous_format}
             )
         return wrap_fx_proxy(tx, proxy)
 
@@ -346,7 +389,7 @@ def _begin_symbolic(tx: Any, it: Any, mark: _Mark) -> None:
     mark.index = Index(symbol, value, it.step)
     mark.guards = len(env.guards)
     for variable, _ in list(mark.lists.values()):
-        if type(variable) is ListVariable and _grew(mark, variable):
+        if type(variable) in (ListVariable, RolledListVariable) and _grew(mark, variable):
             _WatchedList.watch(variable)
             mark.watched.append(variable)  # type: ignore[arg-type]
     _State.active.append(mark)
@@ -356,9 +399,10 @@ def _begin_symbolic(tx: Any, it: Any, mark: _Mark) -> None:
     it.start += it.step
     index = SymNodeVariable(proxy, symint)
     if isinstance(it, _RolledListIterator):
-        if it.source_list.__dict__["head"] or len(it.source_list.__dict__["stacks"]) != 1:
+        only = it.source_list.only_stack()
+        if only is None:
             raise Unequal("the list is not one stacked tensor")
-        stacked = it.source_list.__dict__["stacks"][0].as_proxy()
+        stacked = only.as_proxy()
         item = tx.output.create_proxy("call_function", operator.getitem, (stacked, proxy), {})
         tx.push(wrap_fx_proxy(tx, item))
     else:
@@ -368,7 +412,7 @@ def _begin_symbolic(tx: Any, it: Any, mark: _Mark) -> None:
 def _grew(mark: _Mark, variable: ListVariable) -> bool:
     marks = _State.marks[id(mark.it)]
     before = marks[-2].lists.get(id(variable))
-    return before is not None and len(variable.items) > before[1]
+    return before is not None and len(_own_items(variable)) > before[1]
 
 
 def _end_symbolic(mark: _Mark) -> None:
@@ -614,7 +658,8 @@ def _roll(tx: Any, inst: Any, it: Any, marks: list[_Mark], where: str) -> None:
         if n3 - n2 != n2 - n1:
             raise Unequal("a list grows unevenly", "QLA105")
         refs = []
-        for a, b in zip(variable.items[n1:n2], variable.items[n2:n3]):
+        own = _own_items(variable)
+        for a, b in zip(own[n1:n2], own[n2:n3]):
             if not (isinstance(a.unwrap(), TensorVariable) and isinstance(b.unwrap(), TensorVariable)):
                 raise Unequal("a list of something other than tensors grows", "QLA105")
             ref = emitter.position(a.unwrap(), b.unwrap())
@@ -687,10 +732,7 @@ def _roll(tx: Any, inst: Any, it: Any, marks: list[_Mark], where: str) -> None:
     offset = len(examples)
     for variable, n1, refs in grown:
         count = n1 if start is m1 else start.lists[id(variable)][1]
-        head = variable.items[:count]
-        variable.__dict__.pop("items")
-        variable.__class__ = RolledListVariable
-        variable.__dict__.update(head=head, stacks=outputs[offset : offset + len(refs)], steps=steps)
+        RolledListVariable.grow(variable, count, outputs[offset : offset + len(refs)], steps)
         offset += len(refs)
     it.start += it.step * it.len
     it.len = 0
@@ -815,11 +857,9 @@ def _before_get_iter(tx: Any, inst: Any) -> bool:
 
 def _before_list_append(tx: Any, inst: Any) -> bool:
     target = tx.stack[-1 - inst.arg].realize()
-    if type(target) is not _WatchedList:
+    if type(target) not in (_WatchedList, RolledListVariable):
         return False
-    value = tx.pop()
-    tx.output.side_effects.mutation(target)
-    target.__dict__["_store"].append(value)
+    _append(target, tx, tx.pop())
     return True
 
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from ..build import Builder
 from ..evaluate import op_name
-from ..fxtools import body_writes, changes_mode
+from ..fxtools import alias_roots, body_writes, changes_mode, written_nodes
 from ..ir import Loop, Ref
 from .compare import Body, Unequal, bind, compare, source_of
 
@@ -263,25 +263,33 @@ def _join(
 
 
 def _sink_slices(graph: fx.Graph) -> None:
-    """``x.unbind(d)[i]`` becomes ``x.select(d, i)`` at each of its uses, so that it is a read at the loop index."""
+    """``x.unbind(d)[i]``, and ``x[i]`` taken for many i beforehand, become ``x.select(d, i)`` at each use: a read at the
+    loop index."""
+    roots = alias_roots(graph)
+    written = {root for node in graph.nodes for target in written_nodes(node) for root in roots[target]}
     for node in list(graph.nodes):
-        if node.op not in ("call_function", "call_method") or op_name(node.target) != "unbind":
-            continue
-        source = node.args[0]
-        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-        if not isinstance(dim, int):
-            continue
-        for item in list(node.users):
-            if item.target is not operator.getitem or not isinstance(item.args[1], int):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor):
+            items = [u for u in node.users if u.target is operator.getitem and u.args[0] is node and type(u.args[1]) is int]
+            if len(items) >= 2 * MIN_STEPS and not roots[node] & written:
+                _sink(graph, items, node, 0)
+        elif node.op in ("call_function", "call_method") and op_name(node.target) == "unbind":
+            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+            items = [u for u in node.users if u.target is operator.getitem and type(u.args[1]) is int]
+            if isinstance(dim, int) and not roots[node.args[0]] & written:
+                _sink(graph, items, node.args[0], dim)
+            if not node.users:
+                graph.erase_node(node)
+
+
+def _sink(graph: fx.Graph, items: list[fx.Node], source: fx.Node, dim: int) -> None:
+    for item in items:
+        for user in list(item.users):
+            if user.op == "output":
                 continue
-            for user in list(item.users):
-                if user.op == "output":
-                    continue
-                with graph.inserting_before(user):
-                    read = graph.call_function(torch.select, (source, dim, item.args[1]))
-                read.meta = dict(item.meta)
-                user.replace_input_with(item, read)
-            if not item.users:
-                graph.erase_node(item)
-        if not node.users:
-            graph.erase_node(node)
+            with graph.inserting_before(user):
+                read = graph.call_function(torch.select, (source, dim, item.args[1]))
+            read.meta = dict(item.meta)
+            user.replace_input_with(item, read)
+        if not item.users:
+            graph.erase_node(item)
