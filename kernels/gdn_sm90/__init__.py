@@ -1,4 +1,4 @@
-"""The gated delta rule on Hopper GPUs (compute capability 9.0), in TileLang. See kernels/README.md, section gdn_sm90."""
+"""The gated delta rule on Hopper GPUs (compute capability 9.0), in TileLang; kernels/README.md has a section on it."""
 
 from __future__ import annotations
 

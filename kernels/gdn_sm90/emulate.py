@@ -100,17 +100,17 @@ def scan(
 class Reverse(NamedTuple):
     """What the reverse scan leaves per chunk: the gradient of the state after it, and of x."""
 
-    dS: torch.Tensor
+    dS: torch.Tensor  # noqa: N815
     dx: torch.Tensor
 
 
 def scan_reverse(
     c: Chunked, G: torch.Tensor, N: torch.Tensor, do: torch.Tensor, dS: torch.Tensor, scale: float, rd: Round
-) -> tuple[torch.Tensor, torch.Tensor, Reverse]:
-    """Chunk before chunk; returns dv, the gradient of the initial state and :class:`Reverse`."""
+) -> tuple[torch.Tensor, Reverse]:
+    """Chunk before chunk; returns the gradient of the initial state and :class:`Reverse`."""
     rep = c.v.shape[1] // c.k.shape[1]
     count = c.v.shape[2]
-    dvs, ends, dxs = [[None] * count for _ in range(3)]
+    ends, dxs = [[None] * count for _ in range(2)]
     for n in reversed(range(count)):
         q = c.q[:, :, n].repeat_interleave(rep, dim=1)
         k = c.k[:, :, n].repeat_interleave(rep, dim=1)
@@ -120,15 +120,15 @@ def scan_reverse(
         dSr = rd(dS)
         du = r * (k @ dSr) + P.mT @ don
         dx = du + N[:, :, n].mT @ rd(du)
-        dvs[n], ends[n], dxs[n] = beta * dx, dSr, rd(dx)
+        ends[n], dxs[n] = dSr, rd(dx)
         dS = last * dS + q.mT @ rd(scale * e * don) - k.mT @ rd(beta * e * dx)
-    return torch.stack(dvs, 2), dS, Reverse(torch.stack(ends, 2), torch.stack(dxs, 2))
+    return dS, Reverse(torch.stack(ends, 2), torch.stack(dxs, 2))
 
 
 def gradients(
     c: Chunked, G: torch.Tensor, do: torch.Tensor, states: States, rev: Reverse, scale: float, rd: Round
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk (summed over the v heads of a k head), dg and dbeta; every chunk on its own."""
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk (summed over the v heads of a k head), dv, dg and dbeta; every chunk on its own."""
     rep = c.v.shape[1] // c.k.shape[1]
     q, k = c.q.repeat_interleave(rep, dim=1), c.k.repeat_interleave(rep, dim=1)
     beta = c.beta[..., None]
@@ -144,9 +144,9 @@ def gradients(
     def group(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(1, (-1, rep)).sum(2)
 
-    attn_r, dL_r = rd(group(attn + diagonal)), rd(group(dL))
-    dq = group(scale * e * oS) + attn_r @ c.k
-    dk = group(r * uS - beta * e * xS) + attn_r.mT @ c.q + dL_r @ c.k + dL_r.mT @ c.k
+    attn_r, dL_r = rd(attn + diagonal), rd(dL)
+    dq = group(scale * e * oS + attn_r @ k)
+    dk = group(r * uS - beta * e * xS + attn_r.mT @ q + dL_r @ k + dL_r.mT @ k)
 
     kk, qk = k @ k.mT, q @ k.mT
     # the diagonal does not depend on the gate and is left out: under strong decay it is 1e9 times the rest
@@ -161,7 +161,7 @@ def gradients(
     before = torch.cat([torch.zeros_like(write[..., :1]), write[..., :-1].cumsum(-1)], dim=-1)
     dg = suffix + before + carry[..., None]
     dbeta = (rev.dx * c.v).sum(-1) - kx - ((rev.dx @ states.u.mT) * below * kk).sum(-1)
-    return dq, dk, dg, dbeta
+    return dq, dk, beta * rev.dx, dg, dbeta
 
 
 def run(
@@ -185,8 +185,8 @@ def run(
     don = chunked(do, compute)
     G, N = solve(c.k, c.g, c.beta, rd)
     o, ht, states = scan(c, G, N, initial_state.to(compute), scale, rd)
-    dv, dh0, rev = scan_reverse(c, G, N, don, dht.to(compute), scale, rd)
-    dq, dk, dg, dbeta = gradients(c, G, don, states, rev, scale, rd)
+    dh0, rev = scan_reverse(c, G, N, don, dht.to(compute), scale, rd)
+    dq, dk, dv, dg, dbeta = gradients(c, G, don, states, rev, scale, rd)
     out = {"o": rd(o), "dq": rd(dq), "dk": rd(dk), "dv": rd(dv), "dg": dg, "dbeta": dbeta}
     out = {name: unchunked(x, T) for name, x in out.items()}
     return out | {"ht": ht, "dh0": dh0}

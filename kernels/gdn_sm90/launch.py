@@ -33,8 +33,9 @@ def program(kind: str, *options: Any) -> tuple[Any, dict[str, Any]]:
 
     make = {
         "solve": inv.solve,
-        "scan": fwd.scan,
         "states": fwd.states,
+        "output": fwd.output,
+        "scores": fwd.scores,
         "reverse": bwd.reverse,
         "gradients": bwd.gradients,
     }[kind]
@@ -45,8 +46,9 @@ def variants(K: int, dtype: str) -> list[tuple[Any, ...]]:
     """What a forward and a backward in ``dtype`` need; the l2norm inside the operator adds the float32 gradients."""
     return [
         ("solve", K, dtype),
-        ("scan", K, dtype, dtype),
         ("states", K, dtype),
+        ("output", K, dtype, dtype),
+        ("scores", K, dtype),
         ("reverse", K, dtype),
         ("gradients", K, dtype, dtype),
         ("gradients", K, dtype, "float32"),
@@ -99,6 +101,9 @@ class _Inputs:
         self.NB = self.V // BLOCK
         self.group = self.Hv // self.Hk
         self.chunks = -(-self.T // CHUNK)
+        if not q.dtype == k.dtype == v.dtype or v.dtype not in (torch.bfloat16, torch.float16):
+            found = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
+            raise KernelError("QLA507", f"gdn_sm90 takes q, k and v in bfloat16 or all in float16, found {found}")
         self.dtype = v.dtype
         self.name = NAMES[v.dtype]
         self.device = v.device
@@ -120,16 +125,23 @@ class _Inputs:
     def state(self, x: torch.Tensor | None) -> torch.Tensor:
         return self.new(self.state_shape).zero_() if x is None else x.float().contiguous().view(self.state_shape)
 
-    def tiles(self, rows: int, *, blocks: bool = True) -> torch.Tensor:
-        """Scratch: one tile of ``[rows, 64]`` per chunk and v head, and per block of V."""
+    def tiles(self, columns: int, *, blocks: bool = True) -> torch.Tensor:
+        """Scratch: one tile of ``[64, columns]`` per chunk and v head, and per block of V."""
         count = self.B * self.chunks * self.Hv * (self.NB if blocks else 1)
-        return self.new((count, rows, BLOCK), self.dtype)
+        return self.new((count, BLOCK, columns), self.dtype)
 
-    def solve(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def solve(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """N and the gates of every chunk."""
         N = self.tiles(CHUNK, blocks=False)
-        G, bt = self.new((N.shape[0], CHUNK)), self.new((N.shape[0], CHUNK))
-        launch(("solve", self.K, self.name), self.k, self.g, self.beta, N, G, bt)
-        return N, G, bt
+        gates = self.new((N.shape[0], 4, CHUNK))
+        launch(("solve", self.K, self.name), self.k, self.g, self.beta, N, gates)
+        return N, gates
+
+    def states(self, N: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The last state, and of every chunk the state before it and u."""
+        ht, h, u = self.new(self.state_shape), self.tiles(self.K), self.tiles(CHUNK)
+        launch(("states", self.K, self.name), self.k, self.v, N, gates, self.h0, ht, h, u)
+        return ht, h, u
 
 
 def l2norm(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -157,20 +169,24 @@ def forward(
     qk_l2norm_eps: float | None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(o, final_state)``; ``o`` in ``out_dtype`` (that of v if None), the state in fp32."""
+    """``(o, final_state)``; ``o`` in ``out_dtype`` (that of v if None), the state in fp32 (fp64 if an input is)."""
     if cu_seqlens is not None:
         raise KernelError("QLA507", "gdn_sm90 does not take cu_seqlens")
     out_dtype = out_dtype or v.dtype
+    inputs = (g, beta, initial_state)
+    state_dtype = torch.float64 if any(i is not None and i.dtype == torch.float64 for i in inputs) else torch.float32
     with torch.cuda.device(v.device):
         x = _Inputs(q, k, v, g, beta, initial_state, qk_l2norm_eps)
         shape, state_shape = (x.B, x.T, x.Hv, x.V), (x.B, x.Hv, x.K, x.V)
         if x.B * x.T == 0:
-            return x.new(shape, out_dtype), x.h0.clone().view(state_shape)
+            return x.new(shape, out_dtype), x.h0.clone().view(state_shape).to(state_dtype)
         kernel_dtype = x.dtype if out_dtype == x.dtype else torch.float32
-        o, ht = x.new((*shape[:3], x.NB, BLOCK), kernel_dtype), x.new(x.state_shape)
-        key = ("scan", x.K, x.name, NAMES[kernel_dtype])
-        launch(key, x.q, x.k, x.v, *x.solve(), x.h0, o, ht, float(scale))
-        return o.view(shape).to(out_dtype), ht.view(state_shape)
+        N, gates = x.solve()
+        ht, h, u = x.states(N, gates)
+        o = x.new((*shape[:2], x.Hv * x.NB, BLOCK), kernel_dtype)
+        key = ("output", x.K, x.name, NAMES[kernel_dtype])
+        launch(key, x.q, x.k, gates, h, u, o, x.group, x.NB, float(scale))
+        return o.view(shape).to(out_dtype), ht.view(state_shape).to(state_dtype)
 
 
 def backward(
@@ -195,10 +211,10 @@ def backward(
         x = _Inputs(*inputs, qk_l2norm_eps)
         dh_end = x.state(dht)
         if x.B * x.T == 0:
-            grads = [*(torch.zeros_like(i) if i is not None else None for i in inputs[:5]), dh_end]
+            grads = [*(torch.zeros_like(i) if i is not None else None for i in inputs[:5]), dh_end.clone()]
         else:
             dout = x.new(x.v.shape, x.dtype).zero_() if do is None else x.blocks(do)
-            grads = _gradients(x, dout, dh_end, float(scale), qk_l2norm_eps, q, k, any((*needs[:2], *needs[3:5])))
+            grads = _gradients(x, dout, dh_end, float(scale), qk_l2norm_eps, q, k)
     return tuple(
         grad.view(i.shape).to(i.dtype) if need and grad is not None and i is not None else None
         for grad, i, need in zip(grads, inputs, needs)
@@ -213,21 +229,20 @@ def _gradients(
     eps: float | None,
     q: torch.Tensor,
     k: torch.Tensor,
-    all_of_them: bool,
 ) -> list[torch.Tensor | None]:
-    N, G, bt = x.solve()
-    dv, dh0 = x.new(x.v.shape, x.dtype), x.new(x.state_shape)
-    dh, dx = x.tiles(x.K), x.tiles(CHUNK)
-    launch(("reverse", x.K, x.name), x.q, x.k, do, N, G, bt, dht, dv, dh0, dh, dx, scale)
-    if not all_of_them:
-        return [None, None, dv, None, None, dh0]
-    h, u = x.tiles(x.K), x.tiles(CHUNK)
-    launch(("states", x.K, x.name), x.k, x.v, N, G, bt, x.h0, h, u)
-    grad_dtype = x.dtype if eps is None and q.dtype == k.dtype == x.dtype else torch.float32
-    dq, dk = x.new(x.q.shape, grad_dtype), x.new(x.k.shape, grad_dtype)
+    N, gates = x.solve()
+    _, h, u = x.states(N, gates)
+    P = x.tiles(CHUNK, blocks=False)
+    launch(("scores", x.K, x.name), x.q, x.k, gates, P, x.group, scale)
+    dh0, dh, dx = x.new(x.state_shape), x.tiles(x.K), x.tiles(CHUNK)
+    launch(("reverse", x.K, x.name), x.q, x.k, do, N, P, gates, dht, dh0, dh, dx, scale)
+    grad_dtype = x.dtype if eps is None else torch.float32
+    dq, dk, dv = x.new(x.q.shape, grad_dtype), x.new(x.k.shape, grad_dtype), x.new(x.v.shape, x.dtype)
     dg, dbeta = x.new(x.g.shape), x.new(x.g.shape)
     key = ("gradients", x.K, x.name, NAMES[grad_dtype])
-    launch(key, x.q, x.k, x.v, do, G, bt, h, u, dh, dx, dq, dk, dg, dbeta, scale)
+    rows = (x.B, x.T, x.Hv * x.NB, BLOCK)
+    tensors = (x.q, x.k, x.v.view(rows), do.view(rows), gates, h, u, dh, dx, dq, dk, dv.view(rows), dg, dbeta)
+    launch(key, *tensors, x.NB, scale)
     if eps is not None:
         dq, dk = l2norm_backward(q, dq, eps), l2norm_backward(k, dk, eps)
     return [dq, dk, dv, dg, dbeta, dh0]

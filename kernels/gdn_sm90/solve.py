@@ -5,7 +5,7 @@ Imported only when a kernel is built: it needs TileLang.
 
 import tilelang.language as T
 
-from .tiles import MIN_LOG_DECAY, C
+from .tiles import BETA, DECAY, GATE, MIN_LOG_DECAY, REST, C
 
 PAD = 4  # L is stored transposed with rows of 68 floats: the wgmma fragment then hits 32 different banks
 
@@ -23,8 +23,7 @@ def solve(K: int, dtype: str):
         g: T.Tensor((B, S, Hk, R), "float32"),
         beta: T.Tensor((B, S, Hk, R), "float32"),
         N: T.Tensor((M, C, C), dtype),
-        G: T.Tensor((M, C), "float32"),
-        bt: T.Tensor((M, C), "float32"),
+        gates: T.Tensor((M, 4, C), "float32"),
     ):
         with T.Kernel(T.ceildiv(S, C), Hk, B, threads=128) as (bc, hk, bb):
             ks = T.alloc_shared((C, K), dtype)
@@ -70,7 +69,7 @@ def solve(K: int, dtype: str):
                 T.sync_threads()
                 for i in T.unroll(C):
                     x[i] = T.if_then_else(i == col, 1.0, 0.0)
-                # all updates of one step are independent of each other; rows up to j are zero in LT and stay as they are
+                # the updates of one step do not depend on each other; rows up to j are zero in LT and stay
                 for j in T.unroll(C - 1):
                     for i in T.unroll((j + 1) // 4, C // 4):
                         for w in T.vectorized(4):
@@ -84,8 +83,10 @@ def solve(K: int, dtype: str):
                 if pair * 2 + 1 < R:
                     T.copy(Ns[1, :, :], N[first + pair * 2 + 1, 0:C, 0:C])
                 if pair * 2 + half < R:
-                    G[first + pair * 2 + half, col] = Gs[half, col]
-                    bt[first + pair * 2 + half, col] = bs[half, col]
+                    gates[first + pair * 2 + half, GATE, col] = Gs[half, col]
+                    gates[first + pair * 2 + half, BETA, col] = bs[half, col]
+                    gates[first + pair * 2 + half, DECAY, col] = T.exp(Gs[half, col])
+                    gates[first + pair * 2 + half, REST, col] = T.exp(Gs[half, C - 1] - Gs[half, col])
                 T.sync_threads()
 
     return gdn_solve
