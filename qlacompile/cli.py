@@ -10,13 +10,10 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .commands.console import Console, UsageError
 from .errors import QlaError
 
 Command = Callable[[argparse.Namespace], int]
-
-
-class UsageError(Exception):
-    """The command line asks for something that does not exist; the message says what to write instead."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,7 +72,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(args: Any, message: str, code: int) -> int:
-    from .commands.console import Console
-
     Console(args.json).error(message)
     return code

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .cli import UsageError
-from .commands.console import Console
+from .commands.console import Console, UsageError
 from .explain.collect import collecting
 
 # A tensor's error may be this large, or TIMES that of eager code in the same dtype: gradients of gates are sums that

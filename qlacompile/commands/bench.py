@@ -7,8 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..cli import UsageError
-from .console import Console
+from .console import Console, UsageError
 
 DEFAULT = ("compile_time", "cpu_runtime")
 

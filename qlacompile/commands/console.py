@@ -14,6 +14,10 @@ from typing import Any, TextIO
 _COLOURS = {"good": "32", "bad": "31", "dim": "2", "bold": "1"}
 
 
+class UsageError(Exception):
+    """The command line asks for something that does not exist; the message says what to write instead."""
+
+
 class Console:
     """In JSON mode only :meth:`document` writes to stdout."""
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from ..cli import UsageError
 from ..explain.run import explain
-from .console import Console
+from .console import Console, UsageError
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,8 +7,7 @@ import time
 
 import torch
 
-from ..cli import UsageError
-from .console import Console
+from .console import Console, UsageError
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..errors import QlaError
 from .breaks import graph_breaks
 from .collect import collecting
 from .report import Report
@@ -34,7 +35,12 @@ def explain(fn: Callable[..., Any], **compile_kwargs: Any) -> Callable[..., Repo
         else:
             torch.compiler.reset()
         with collecting() as collector, graph_breaks() as reasons:
-            torch.compile(fn, backend="flashqla", **settings)(*args, **kwargs)
+            try:
+                torch.compile(fn, backend="flashqla", **settings)(*args, **kwargs)
+            except Exception as error:
+                # torch wraps what a backend raises in an error of its own
+                cause = getattr(error, "inner_exception", None)
+                raise (cause if isinstance(cause, QlaError) else error) from None
         return collector.report(tuple(reasons))
 
     return run
