@@ -13,6 +13,7 @@ from torch import fx
 
 from .ir import Placement, Proof, Refusal, SequenceMatch
 from .recognise import Found, outputs_below
+from .evaluate import shape_of
 from .regions import evaluate
 
 TOLERANCE = 1e-10
@@ -26,11 +27,18 @@ def prove(found: Found, device: torch.device) -> Proof | Refusal:
         return found.proof
     worst = 0.0
     candidates: list[tuple[fx.Node, bool]] | None = None
+    match = found.match
+    assert isinstance(match, SequenceMatch) and isinstance(found.output, Placement)
+    needed = {at.key for at in found.roles.values()} | {found.output.key, found.state_in}
+    below = set(found.region.below)
+    elements = _state_elements(found)
+
+    def keep(node: fx.Node) -> bool:
+        return node in needed or (node in below and torch.Size(shape_of(node) or ()).numel() == elements)
+
     for trial in range(1, TRIALS + 1):
-        values = evaluate(found.region, trial, False, device)
+        values = evaluate(found.region, trial, False, device, keep)
         output, state = definition(found, values)
-        match = found.match
-        assert isinstance(match, SequenceMatch) and isinstance(found.output, Placement)
         actual = arrange(values[found.output.key], found.output, features=True)
         difference = per_token(actual, output)
         if difference > TOLERANCE:
@@ -51,6 +59,16 @@ def prove(found: Found, device: torch.device) -> Proof | Refusal:
         candidates = states if candidates is None else [c for c in candidates if c in states]
     _take_states(found, candidates or [])
     return Proof(worst, TRIALS, "the whole region on random float64 data, every token, random initial state")
+
+
+def _state_elements(found: Found) -> int:
+    """How many numbers the state has."""
+    match, at = found.match, found.roles["v"]
+    assert isinstance(match, SequenceMatch)
+    shape = shape_of(at.key) or ()
+    batch = 1 if at.batch is None else shape[at.batch]
+    heads = 1 if at.head is None else shape[at.head]
+    return batch * heads * match.key_dim * match.value_dim
 
 
 def _take_states(found: Found, candidates: list[tuple[fx.Node, bool]]) -> None:

@@ -15,7 +15,7 @@ from torch import fx
 from .evaluate import is_float
 from .functional import Functional, WritingLoop
 from .ir import Loop, Pattern, Placement, Proof, Ref, Refusal, SequenceMatch, StepMatch
-from .regions import Region, anchors, core, cut, evaluate, loop_of, start_hypotheses, view
+from .regions import Region, anchors, core, cut, evaluate, loop_of, memory_limit, start_hypotheses, view
 from .roll.compare import source_of
 from .steps import LoopStep, Unfit
 
@@ -179,7 +179,7 @@ def _as_sequence(
     if not region.below:
         return None
     source = loop.source if (loop := loop_of(anchor)) is not None else source_of(anchor)
-    if region.bytes() > 24 << 30:
+    if region.bytes() > memory_limit(device):
         return Refusal("QLA209", f"evaluating it takes {region.bytes() >> 30} GiB", source, stage="recognise")
     best: Refusal | None = None
     for states in start_hypotheses(region):

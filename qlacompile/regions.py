@@ -7,6 +7,7 @@ leaves. Roles are then looked for among all values on the way, so how much prolo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from .ir import Loop, Refusal, SequenceView, Value
 SOLVES = frozenset("solve_triangular solve inv inverse inv_ex solve_ex triangular_solve".split())
 PRODUCTS = frozenset("matmul bmm mm mv einsum baddbmm addmm addbmm inner tensordot dot linear".split())
 DOWNWARD_LIMIT = 400
-BYTES_LIMIT = 24 << 30
+CPU_BYTES_LIMIT = 12 << 30
 
 
 def anchors(graph: fx.Graph) -> list[fx.Node]:
@@ -51,11 +52,11 @@ class Region:
     varying: set[fx.Node] = field(default_factory=set)
 
     def bytes(self) -> int:
-        """Roughly what an evaluation holds: one float64 copy of every value that is no view."""
+        """Roughly what an evaluation holds: one float64 copy of every value that is no view and that is kept."""
         total = 0
         for node in [*self.leaves, *self.inside]:
             shape = shape_of(node)
-            if shape is not None and not is_in(node.target, VIEWS):
+            if shape is not None and len(shape) <= 4 and not is_in(node.target, VIEWS):
                 total += 8 * int(torch.Size(shape).numel())
         return total
 
@@ -162,8 +163,15 @@ def _used_below(leaf: fx.Node, region: Region) -> bool:
     return False
 
 
-def evaluate(region: Region, trial: int, zero_states: bool, device: torch.device) -> dict[fx.Node, Any]:
-    """The value of every node of the region for random leaves."""
+def evaluate(
+    region: Region,
+    trial: int,
+    zero_states: bool,
+    device: torch.device,
+    keep: Callable[[fx.Node], bool] | None = None,
+) -> dict[fx.Node, Any]:
+    """The values of the region's nodes for random leaves: those that ``keep`` asks for, by default all that a pattern may
+    choose from."""
     generator = torch.Generator().manual_seed(104729 * trial + 5)
     evaluator = Evaluator(device)
     values: dict[fx.Node, Any] = dict(region.symbolic)
@@ -181,7 +189,14 @@ def evaluate(region: Region, trial: int, zero_states: bool, device: torch.device
         shape = shape_of(state) or ()
         data = draw(shape, generator, 1.0, device)
         values[state] = torch.zeros_like(data) if zero_states else data
-    return evaluator.run(region.inside, values)
+    return evaluator.run(region.inside, values, keep or (lambda n: len(shape_of(n) or range(9)) <= 4))
+
+
+def memory_limit(device: torch.device) -> int:
+    """How many bytes an evaluation may take."""
+    if device.type == "cuda":
+        return int(0.6 * torch.cuda.mem_get_info(device)[0])
+    return CPU_BYTES_LIMIT
 
 
 def view(region: Region, values: dict[fx.Node, Any]) -> SequenceView:

@@ -256,6 +256,8 @@ class _Emission:
         example = self._output_example()
         if example is None or example.dtype == dtype or example.dtype.itemsize <= dtype.itemsize:
             return None
+        if isinstance(self.found.output, Placement) and _rounded_later(self.found.output.key, dtype):
+            return None
         return example.dtype if example.dtype in (torch.float32, torch.float64) else None
 
     def _output_example(self) -> torch.Tensor | None:
@@ -348,6 +350,27 @@ class _Emission:
         order = [*batch, key_axis, value_axis]
         node = build.fit(node, [sizes[d] for d in order])
         return build.cast(build.permute(node, [order.index(d) for d in range(rank)]), example.dtype)
+
+
+def _rounded_later(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether everything that uses a value first rounds it to ``dtype``: then it may come in that precision at once."""
+    from .evaluate import VIEWS, is_in
+
+    todo, seen = list(node.users), set()
+    while todo:
+        user = todo.pop()
+        if user in seen:
+            continue
+        seen.add(user)
+        value = user.meta.get("example_value")
+        if user.op not in ("call_function", "call_method") or not isinstance(value, torch.Tensor):
+            return False
+        if value.dtype == dtype:
+            continue
+        if not is_in(user.target, VIEWS):
+            return False
+        todo += user.users
+    return bool(seen)
 
 
 def _is_zero(node: fx.Node) -> bool:
