@@ -11,6 +11,8 @@ kernels a mode uses: "fla" needs it, the others refuse it) and with ``--save`` k
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
 import json
 import statistics
 import sys
@@ -65,7 +67,7 @@ def median_ms(fn: Callable[[], Any], sync: Callable[[], None], budget: float) ->
 def run(args: argparse.Namespace) -> None:
     if args.mode == "fla":
         import fla  # noqa: F401
-    else:
+    elif importlib.util.find_spec("fla") is not None:
         sys.modules["fla"] = None  # type: ignore[assignment]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sync = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -127,8 +129,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def machine(device: str) -> dict[str, str]:
-    import importlib.metadata
-
     import transformers
 
     found = {"torch": torch.__version__, "transformers": transformers.__version__, "date": time.strftime("%Y-%m-%d")}

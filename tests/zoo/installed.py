@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from zoo.eager_transformers import MODULES
 from zoo.spelling import Spelling
 
 
 def transformers_functions():
     """``(chunk, recurrent)``, the eager bodies themselves, without the hub's dispatch around them."""
-    from transformers.models.qwen3_next import modeling_qwen3_next as module
-
+    module = MODULES["qwen3_next"]
     pair = module.torch_chunk_gated_delta_rule, module.torch_recurrent_gated_delta_rule
     return tuple(getattr(fn, "__wrapped__", fn) for fn in pair)
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.eager_transformers import MODULES
+
 HIDDEN = 32
 
 
@@ -46,27 +48,24 @@ def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 def qwen3_next(k_heads: int = 2, v_heads: int = 4, key_dim: int = 8, value_dim: int = 8) -> nn.Module:
     from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
     config = Qwen3NextConfig(**_sizes(k_heads, v_heads, key_dim, value_dim))
-    return _seeded(lambda: Qwen3NextGatedDeltaNet(config, 0))
+    return _seeded(lambda: MODULES["qwen3_next"].Qwen3NextGatedDeltaNet(config, 0))
 
 
 def qwen3_5(k_heads: int = 2, v_heads: int = 4, key_dim: int = 8, value_dim: int = 8) -> nn.Module:
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
     config = Qwen3_5TextConfig(**_sizes(k_heads, v_heads, key_dim, value_dim))
-    return _seeded(lambda: Qwen3_5GatedDeltaNet(config, 0))
+    return _seeded(lambda: MODULES["qwen3_5"].Qwen3_5GatedDeltaNet(config, 0))
 
 
 def olmo_hybrid(k_heads: int = 2, v_heads: int = 2, key_dim: int = 8, value_dim: int = 16) -> nn.Module:
     """beta goes up to 2 here."""
     from transformers.models.olmo_hybrid.configuration_olmo_hybrid import OlmoHybridConfig
-    from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 
     config = OlmoHybridConfig(linear_allow_neg_eigval=True, **_sizes(k_heads, v_heads, key_dim, value_dim))
-    return _seeded(lambda: OlmoHybridGatedDeltaNet(config, 0))
+    return _seeded(lambda: MODULES["olmo_hybrid"].OlmoHybridGatedDeltaNet(config, 0))
 
 
 class SoftmaxAttention(nn.Module):
