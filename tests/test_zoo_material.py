@@ -84,7 +84,7 @@ def test_lookalike_differs_from_the_plain_loop(case: LookAlike) -> None:
     plain, got = LOOKALIKES[0].fn(*args), case.build()(*args)
     if case.name == "snapshot":  # differs only in what it returns besides
         assert len(got) == 3
-    elif case.name == "grad_mode_once":
+    elif case.name in ("grad_mode_once", "truncated_gradient"):
         grads = [torch.autograd.grad(outs[0].sum(), args[2])[0] for outs in (got, plain)]
         assert relative(*grads) > 1e-2
     else:

@@ -11,7 +11,6 @@ from near_misses.near_miss import NearMiss
 
 NONLINEAR = frozenset({"QLA202", "QLA203", "QLA204", "QLA206", "QLA207", "QLA208"})
 GRADIENT = NONLINEAR | {"QLA304"}
-SOMETIMES = GRADIENT | {"QLA103", "QLA104"}
 
 
 def _zeros(q, v):
@@ -85,19 +84,6 @@ def detached_state(q, k, v, g, beta):
     return torch.stack(outs, 1), S
 
 
-def truncated(q, k, v, g, beta):
-    """Backpropagation through time stops at every eighth token."""
-    S, outs = _zeros(q, v), []
-    for t in range(q.shape[1]):
-        if t % 8 == 0:
-            S = S.detach()
-        S = S * g[:, t].exp()[..., None, None]
-        u = beta[:, t][..., None] * (v[:, t] - _read(S, k[:, t]))
-        S = S + k[:, t][..., None] * u[..., None, :]
-        outs.append(_read(S, q[:, t]) * q.shape[-1] ** -0.5)
-    return torch.stack(outs, 1), S
-
-
 def no_grad_decay(q, k, v, g, beta):
     """The gate learns nothing: the decay is computed without gradient."""
     S, outs = _zeros(q, v), []
@@ -118,6 +104,5 @@ HIDDEN = (
     NearMiss("saturating_output", saturating_output, "the output is the read itself", NONLINEAR, scale_v=200.0),
     NearMiss("detached_read", detached_read, "gradients flow through the error", GRADIENT, same_value=True),
     NearMiss("detached_state", detached_state, "gradients flow through the state", GRADIENT, same_value=True),
-    NearMiss("truncated", truncated, "gradients flow through the state", SOMETIMES, same_value=True),
     NearMiss("no_grad_decay", no_grad_decay, "gradients reach the gate", GRADIENT | {"QLA105"}, same_value=True),
 )  # fmt: skip

@@ -21,10 +21,10 @@ class LookAlike:
 
     name: str
     fn: Callable[..., Any]
-    # False: iterations differ, so rolling the loop would be wrong. True: rolling is right. None: either, if the result
-    # is right.
+    # False: iterations differ, so rolling the whole loop would be wrong (a stretch of it may be right). True: rolling is
+    # right. None: either, if the result is right.
     rollable: bool | None
-    gdn: bool = False  # the whole is Gated DeltaNet after all, so a match is right
+    gdn: bool = False  # the whole is Gated DeltaNet after all, so a match of all its tokens is right
     random: bool = False  # draws random numbers: seed before each run
     mutates: bool = False  # writes into its arguments: clone them before each run, compare them after
     grads: bool = True  # False: eager autograd refuses it, because it overwrites what a gradient needs

@@ -36,6 +36,17 @@ def at_every_sixteenth(q, k, v, g, beta):
     return torch.stack(outs, 1), S
 
 
+def truncated_gradient(q, k, v, g, beta):
+    """Backpropagation through time stops at every eighth token; only gradients show it."""
+    S, outs = zeros(q, v), []
+    for t in range(q.shape[1]):
+        if t % 8 == 0:
+            S = S.detach()
+        S = write(S, k[:, t], v[:, t], g[:, t], beta[:, t])
+        outs.append(read(S, q[:, t]))
+    return torch.stack(outs, 1), S
+
+
 def index_capped(q, k, v, g, beta):
     S, outs = zeros(q, v), []
     for t in range(q.shape[1]):
@@ -218,6 +229,7 @@ BY_INDEX = (
     LookAlike("plain", plain, True, gdn=True),
     LookAlike("at_one_index", at_one_index, False),
     LookAlike("at_every_sixteenth", at_every_sixteenth, False),
+    LookAlike("truncated_gradient", truncated_gradient, False),
     LookAlike("index_capped", index_capped, False),
     LookAlike("index_delayed", index_delayed, None),
     LookAlike("index_wrapped", index_wrapped, None),

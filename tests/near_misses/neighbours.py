@@ -170,16 +170,6 @@ def beta_per_channel(q, k, v, g, beta, channel):
     return torch.stack(outs, 1), S
 
 
-def beta_on_value_only(q, k, v, g, beta):
-    S, outs = _zeros(q, v), []
-    for t in range(q.shape[1]):
-        S = S * g[:, t].exp()[..., None, None]
-        u = beta[:, t][..., None] * v[:, t] - _read(S, k[:, t])
-        S = S + k[:, t][..., None] * u[..., None, :]
-        outs.append(_read(S, q[:, t]) * q.shape[-1] ** -0.5)
-    return torch.stack(outs, 1), S
-
-
 def heads_mixed(q, k, v, g, beta):
     """Keys are repeated in the other order, so a head reads with one key and writes with another."""
     S, outs = _zeros(q, v), []
@@ -250,7 +240,6 @@ NEIGHBOURS = (
     NearMiss("decay_after_write", decay_after_write, "the decay comes before the write", OUTPUT),
     NearMiss("beta_per_channel", beta_per_channel, "beta is one number per head", UPDATE, None,
              lambda c, randn: (randn(*c.v.shape).sigmoid(),)),
-    NearMiss("beta_on_value_only", beta_on_value_only, "beta scales the whole error", UPDATE),
     NearMiss("heads_mixed", heads_mixed, "a head writes with its own key", UPDATE),
     NearMiss("batch_mean_error", batch_mean_error, "rows of the batch are independent", UPDATE),
     NearMiss("previous_value", previous_value, "every input is read at the loop index", UPDATE),

@@ -159,6 +159,27 @@ def normalised_in_step(q, k, v, g, beta):
     return torch.stack(outs, 1), S
 
 
+def beta_on_value(q, k, v, g, beta):
+    """beta scales the value alone: Gated DeltaNet with values beta v, and beta = 1."""
+    S = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    outs = []
+    for t in range(q.shape[1]):
+        S = S * g[:, t].exp()[..., None, None]
+        u = beta[:, t][..., None] * v[:, t] - (S * k[:, t][..., None]).sum(-2)
+        S = S + k[:, t][..., None] * u[..., None, :]
+        outs.append((S * q[:, t][..., None]).sum(-2) * q.shape[-1] ** -0.5)
+    return torch.stack(outs, 1), S
+
+
+def _on_value(c: Canonical):
+    return c.q, c.k, c.v, c.g, c.beta
+
+
+def _on_value_back(q, k, v, g, beta) -> Canonical:
+    state = q.new_zeros(q.shape[0], v.shape[2], q.shape[3], v.shape[3])
+    return Canonical(q, k, v * beta[..., None], g, torch.ones_like(beta), q.shape[-1] ** -0.5, state)
+
+
 def raw_gates(q, k, v, a, b, A_log, dt_bias):
     """The layer's own gates inside the function: log decay from (a, A_log, dt_bias), beta = 2 sigmoid(b)."""
     B, T, H, K = q.shape
@@ -200,5 +221,6 @@ SPELLINGS = (
     Spelling("repeat_in_step", repeat_in_step, grouped=True),
     Spelling("expand_before", expand_before, grouped=True),
     Spelling("normalised_in_step", normalised_in_step, normalised=True),
+    Spelling("beta_on_value", beta_on_value, encode=_on_value, decode=_on_value_back),
     Spelling("raw_gates", raw_gates, encode=_raw, decode=_raw_back),
 )
