@@ -95,7 +95,7 @@ def _layout(at: Peeled, factors: bool = False) -> tuple[Peeled, float]:
         before, after = source.meta.get("example_value"), node.meta.get("example_value")
         if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
             return at, factor
-        if name in _COPIES or (name in _CASTS and _widens(before, after)):
+        if name in _COPIES or (name in _CASTS and _widens(before, after)) or _is_identity(node, name, before, after):
             at = replace(at, node=source)
             continue
         order = _order(node, name, before.dim())
@@ -115,6 +115,23 @@ def _layout(at: Peeled, factors: bool = False) -> tuple[Peeled, float]:
             at = replace(at, node=source)
             continue
         return at, factor
+
+
+def _is_identity(node: fx.Node, name: str, before: torch.Tensor, after: torch.Tensor) -> bool:
+    """A reshape, pad or slice that happens to change nothing, as when a length is a multiple of the chunk."""
+    if before.dtype != after.dtype or before.dim() != after.dim():
+        return False
+    if any(a is not b and a != b for a, b in zip(before.shape, after.shape)):
+        return False
+    if name in ("reshape", "view", "expand", "flatten", "unflatten", "view_as", "reshape_as", "expand_as", "broadcast_to"):
+        return True
+    if name in ("pad", "constant_pad_nd"):
+        pads = node.args[1] if len(node.args) > 1 else node.kwargs.get("pad")
+        return isinstance(pads, (tuple, list)) and all(isinstance(p, int) and p == 0 for p in pads)
+    if name == "getitem":
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return all(a is Ellipsis or (isinstance(a, slice) and a.start in (None, 0) and a.step in (None, 1)) for a in index)
+    return False
 
 
 def _undo(at: Peeled, node: fx.Node, order: list[int]) -> Peeled:

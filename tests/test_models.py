@@ -8,7 +8,7 @@ from compiled import compile_and_run, run, worst
 from zoo.models import MODELS, Model
 
 
-@pytest.mark.parametrize("T", [70, 300])
+@pytest.mark.parametrize("T", [70, 128, 300])
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_layer_matches_once(model: Model, T: int) -> None:
     module = model.build()
@@ -21,6 +21,17 @@ def test_layer_matches_once(model: Model, T: int) -> None:
     eager = run(module, (x,), params=params)
     assert worst(got.outputs, eager.outputs) <= 2e-5
     assert worst(got.grads, eager.grads) <= 2e-5
+
+
+def test_nothing_is_computed_beside_the_operator_in_low_precision() -> None:
+    """The operator gets the layer's own bfloat16 tensors: no repeated heads, no copies in float32, no norm in front."""
+    model = MODELS[0]
+    for T in (70, 128):
+        module = model.build().to(torch.bfloat16)
+        got = compile_and_run(module, (model.inputs(seed=T, T=T, dtype=torch.bfloat16),), grad=False)
+        assert got.report is not None
+        (match,) = got.report.matches
+        assert [a.split(" ")[0] for a in match.absorbed] == ["l2norm", "heads", "up-cast"], match.absorbed
 
 
 def test_a_training_step_equals_eager() -> None:
