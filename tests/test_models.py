@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiled import compile_and_run, run, worst
+from compiled import compile_and_run, relative, run, worst
 from zoo.models import MODELS, Model
 
 
@@ -20,7 +20,34 @@ def test_layer_matches_once(model: Model, T: int) -> None:
     assert got.report.graph_count == 1
     eager = run(module, (x,), params=params)
     assert worst(got.outputs, eager.outputs) <= 2e-5
-    assert worst(got.grads, eager.grads) <= 2e-5
+    for mine, theirs, budget in zip(got.grads, eager.grads, budgets(model, x)):
+        assert mine is not None
+        assert relative(mine, theirs) <= budget  # type: ignore[arg-type]
+
+
+def budgets(model: Model, x: torch.Tensor) -> list[float]:
+    """2e-5 for each gradient, or what rounding alone does to it: how far the float64 gradient moves when every input and
+    parameter moves by about one float32 rounding, times the number of roundings on the way (about ten).
+
+    The gradients of the gate's parameters need this: the norm behind the recurrence takes the length of its output away,
+    so with strong decay they are small differences of large numbers, in eager code as well.
+    """
+    module = model.build().double()
+    exact = run(module, (x.double(),), params=tuple(module.parameters()))
+    moved = [0.0] * len(exact.grads)
+    for seed in range(3):
+        gen = torch.Generator().manual_seed(seed)
+        module = model.build().double()
+
+        def nudge(t: torch.Tensor, gen: torch.Generator = gen) -> torch.Tensor:
+            return t * (1 + 2.0**-24 * torch.randn(t.shape, generator=gen, dtype=t.dtype))
+
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(nudge(parameter))
+        other = run(module, (nudge(x.double()),), params=tuple(module.parameters()))
+        moved = [max(m, relative(b, a)) for m, a, b in zip(moved, exact.grads, other.grads)]  # type: ignore[arg-type]
+    return [max(2e-5, 10 * m) for m in moved]
 
 
 def test_nothing_is_computed_beside_the_operator_in_low_precision() -> None:
