@@ -21,7 +21,7 @@ class LookAlike:
 
     name: str
     fn: Callable[..., Any]
-    # False: iterations differ, so rolling the whole loop would be wrong (a stretch of it may be right). True: rolling is
+    # False: iterations differ, so rolling the whole loop would be wrong, if not a stretch of it. True: rolling is
     # right. None: either, if the result is right.
     rollable: bool | None
     gdn: bool = False  # the whole is Gated DeltaNet after all, so a match of all its tokens is right

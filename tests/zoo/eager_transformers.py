@@ -1,7 +1,7 @@
 """transformers' modelling modules with their eager functions, whether or not fla is installed beside them.
 
-transformers decides when a modelling module is imported whether its layers call fla's kernels. Those need a GPU and hide
-the eager code, so fla is hidden while the modules are imported.
+transformers decides when a modelling module is imported whether its layers call fla's kernels. Those need a GPU and
+hide the eager code, so fla is hidden while the modules are imported.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ HIDDEN = 32
 
 @dataclass(frozen=True)
 class Model:
-    """``build()`` gives a module that maps ``inputs()`` [B,T,HIDDEN] to the same shape; it has ``layers`` GDN layers."""
+    """``build()`` gives a module with ``layers`` GDN layers that maps ``inputs()`` [B,T,HIDDEN] to the same shape."""
 
     name: str
     build: Callable[[], nn.Module]
