@@ -1,9 +1,10 @@
 """One unmodified Qwen3-Next GatedDeltaNet layer, as it comes from transformers: speed and accuracy of ways to run it.
 
-    python benchmarks/layer.py run OUT.json --mode {eager,fla,flashqla,inductor,float64} [--lengths 4096,16384] [--save DIR]
+    python benchmarks/layer.py run OUT.json --mode MODE [--lengths 4096,16384] [--save DIR]
     python benchmarks/layer.py compare DIR OUT.json
 
-``run`` times one mode in its own process (transformers binds fla when it is imported, so what is importable decides which
+``run`` times one mode in its own process (transformers binds fla when it is imported, so what is importable decides
+which
 kernels a mode uses: "fla" needs it, the others refuse it) and with ``--save`` keeps the output and every gradient.
 ``compare`` prints, for each tensor, the distance to the float64 run of the same weights and inputs.
 """
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
         Path(args.out).write_text(json.dumps({"machine": machine(device), "rows": rows}, indent=1))
-        del layer, fn, leaf, out
+        del layer, leaf, out
 
 
 def machine(device: str) -> dict[str, str]:

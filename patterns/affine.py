@@ -133,7 +133,8 @@ def decompose(view: StepView, trial: int, key_axis: int, value_axis: int) -> Aff
 
 
 def ratio(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
-    """``c`` with ``a = c b`` for each batch element (``[N]``), or None if they are not parallel. ``a``, ``b``: ``[N, D]``."""
+    """``c`` with ``a = c b`` for each batch element (``[N]``), or None if they are not parallel. ``a``, ``b``: ``[N,
+    D]``."""
     norm = (b * b).sum(-1)
     if not bool((norm > 1e-30).all()):
         return None

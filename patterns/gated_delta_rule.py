@@ -65,7 +65,9 @@ class GatedDeltaRule:
             difference = _check(again, {r: by_key[k] for r, k in roles.items() if k is not None}, gate, scale, output)
             if difference is None or difference > 1e-10:
                 shown = "shapes" if difference is None else f"a relative difference of {difference:.1e}"
-                return Refusal("QLA207", f"the roles found in one trial fail in another ({shown})", nearest_family=FAMILY)
+                return Refusal(
+                    "QLA207", f"the roles found in one trial fail in another ({shown})", nearest_family=FAMILY
+                )
             worst = max(worst, difference)
         return StepMatch(FAMILY, key_axis, value_axis, roles, gate, scale, output, worst)
 
@@ -192,7 +194,7 @@ def _check(step: Affine, roles: dict[str, torch.Tensor], gate: str, scale: float
     keys, width = step.write.shape[1:]
     k, v = aligned(roles["k"], step.batch, keys), aligned(roles["v"], step.batch, width)
     q = aligned(roles["q"], step.batch, keys)
-    alpha = torch.ones(len(step.write), dtype=torch.float64, device=step.write.device)
+    alpha: torch.Tensor | None = torch.ones(len(step.write), dtype=torch.float64, device=step.write.device)
     beta = alpha
     if gate != "none":
         g = aligned(roles["g"], step.batch, None)
@@ -227,11 +229,15 @@ def _name_neighbour(step: Affine, values: list[Value]) -> Refusal | None:
         for decay in (torch.exp(d), d):
             rest = eye - m / decay[:, None, :]
             if close(rest, rest.transpose(-1, -2)) and _rank(rest) == 1:
-                return Refusal("QLA203", "the decay differs between key channels: Kimi delta attention", nearest_family="kda")
+                return Refusal(
+                    "QLA203", "the decay differs between key channels: Kimi delta attention", nearest_family="kda"
+                )
     alpha = torch.linalg.eigvals(m).real.median(-1).values
     rank = _rank(alpha[:, None, None] * eye - m) if keys > 3 else 0
     if rank == 1:
-        return Refusal("QLA203", "the key that reads the state is not the key that writes it: Comba", nearest_family="comba")
+        return Refusal(
+            "QLA203", "the key that reads the state is not the key that writes it: Comba", nearest_family="comba"
+        )
     if rank == 2 and keys > 4:
         return Refusal("QLA203", "two delta updates a step: Gated DeltaProduct", nearest_family="gated_delta_product")
     return None
@@ -248,7 +254,8 @@ def _rank(m: torch.Tensor) -> int:
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, steps: int
 ) -> torch.Tensor:
-    """The first ``steps`` outputs of the recurrence from a zero state; ``[B, T, H, ...]``, decay ``alpha`` in linear space."""
+    """The first ``steps`` outputs of the recurrence from a zero state; ``[B, T, H, ...]``, decay ``alpha`` in linear
+    space."""
     state = torch.zeros(*k.shape[:1], *k.shape[2:], v.shape[-1], dtype=torch.float64, device=k.device)
     outs = []
     for t in range(min(steps, k.shape[1])):
@@ -277,7 +284,9 @@ def _arrange(x: torch.Tensor, layout: tuple[int | None, int, int | None], featur
     return x if head is not None else x.unsqueeze(2)
 
 
-def _arrangements(values: list[Value], sizes: tuple[int, int, int], features: int) -> Iterator[tuple[Placement, torch.Tensor]]:
+def _arrangements(
+    values: list[Value], sizes: tuple[int, int, int], features: int
+) -> Iterator[tuple[Placement, torch.Tensor]]:
     """Every way to read a value as ``[B, T, H(, D)]`` of these sizes, later values first."""
     for value in reversed(values):
         for layout in _LAYOUTS.get(value.data.dim() - features, ()):
@@ -331,7 +340,8 @@ def _assign(
     sizes: tuple[int, int, int],
     targets: list[tuple[Placement, torch.Tensor]],
 ) -> SequenceMatch | Refusal:
-    """Roles from the first outputs: o_0 = s b_0 (k_0 . q_0) v_0 fixes v, beta, the pair (q, k) and s; o_1.. fix the rest."""
+    """Roles from the first outputs: o_0 = s b_0 (k_0 . q_0) v_0 fixes v, beta, the pair (q, k) and s; o_1.. fix the
+    rest."""
     vectors = [(p, x) for p, x in _unique(_arrangements(view.inputs, sizes, 1)) if x.shape[-1] >= 2]
     scalars = _unique(_arrangements(view.inputs, sizes, 0))
     ones = torch.ones(sizes, dtype=torch.float64, device=out.device)

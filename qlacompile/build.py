@@ -11,7 +11,8 @@ from torch import fx
 
 
 class Builder:
-    """Adds call_function nodes in front of ``before`` and computes their example values in the graph's own fake mode."""
+    """Adds call_function nodes in front of ``before`` and computes their example values in the graph's own fake
+    mode."""
 
     def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
         self.graph, self.before = graph, before

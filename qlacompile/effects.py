@@ -64,9 +64,7 @@ def survivors(
         for target in written_nodes(node):
             for root in roots[target]:
                 writers.setdefault(root, []).append(node)
-        if node.op in ("output", "placeholder"):
-            todo.append(node)
-        elif node.op == "call_function" and _keeps_itself(node):
+        if node.op in ("output", "placeholder") or (node.op == "call_function" and _keeps_itself(node)):
             todo.append(node)
     reason: dict[fx.Node, fx.Node] = {}
     while todo:

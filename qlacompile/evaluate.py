@@ -3,8 +3,8 @@
 The proof of a match rests on this: between its inputs and its outputs a region may contain only operations of
 :data:`ANALYTIC`. Their compositions are real-analytic functions wherever they are defined, and two analytic functions
 that agree on random points of an open set agree everywhere (with probability one a disagreement shows). Piecewise
-operations (clamp, relu, where on data, rounding) would break that, so a region that contains one is refused; in front of
-the region's inputs they may stand, because there they are kept as they are.
+operations (clamp, relu, where on data, rounding) would break that, so a region that contains one is refused; in
+front of the region's inputs they may stand, because there they are kept as they are.
 """
 
 from __future__ import annotations
@@ -16,45 +16,59 @@ from typing import Any
 import torch
 from torch import fx
 
-from .fxtools import target_name
+from .fxtools import target_name, words
 from .ir import Instr, Loop
 
-VIEWS = frozenset(
-    """view reshape transpose permute movedim moveaxis swapaxes swapdims unsqueeze squeeze expand expand_as view_as
-    reshape_as narrow select flatten unflatten chunk split split_with_sizes unbind t T mT adjoint contiguous to type float
-    double half bfloat16 type_as getitem clone diagonal broadcast_to slice alias ravel atleast_1d atleast_2d _to_copy
-    unsafe_split dropout_identity""".split()
+VIEWS = words(
+    """
+    view reshape transpose permute movedim moveaxis swapaxes swapdims unsqueeze squeeze expand expand_as
+    view_as reshape_as narrow select flatten unflatten chunk split split_with_sizes unbind t T mT adjoint
+    contiguous to type float double half bfloat16 type_as getitem clone diagonal broadcast_to slice alias
+    ravel atleast_1d atleast_2d _to_copy unsafe_split dropout_identity
+    """
 )
-CONSTANTS = frozenset(
-    """zeros ones eye full arange empty zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty
-    new_tensor tensor linspace scalar_tensor size stride dim numel tril_indices triu_indices""".split()
+CONSTANTS = words(
+    """
+    zeros ones eye full arange empty zeros_like ones_like full_like empty_like new_zeros new_ones new_full
+    new_empty new_tensor tensor linspace scalar_tensor size stride dim numel tril_indices triu_indices
+    """
 )
 ANALYTIC = (
     VIEWS
     | CONSTANTS
-    | frozenset(
-        """add sub rsub mul div true_divide truediv multiply subtract divide neg negative pow square sqrt rsqrt reciprocal
-        exp exp2 log log2 sigmoid tanh expm1 log1p matmul bmm mm mv dot einsum outer ger inner tensordot vdot vecdot
-        baddbmm addbmm addmm addmv addr addcmul addcdiv kron multi_dot chain_matmul sum mean prod cumsum cumprod tril triu
-        masked_fill where pad cat concat concatenate stack hstack vstack constant_pad_nd solve_triangular solve inv inverse
-        inv_ex solve_ex triangular_solve matrix_power repeat_interleave repeat tile diag diag_embed flip lerp setitem
-        iadd isub imul itruediv copy_ mul_ add_ sub_ div_ neg_ exp_ masked_fill_ tril_ triu_ fill_ zero_ addcmul_
-        baddbmm_ index_put index_put_ slice_scatter select_scatter select_backward logical_not bitwise_not invert lt le gt
-        ge eq ne and_ or_ logical_and logical_or bool long int norm vector_norm""".split()
+    | words(
+        """
+    add sub rsub mul div true_divide truediv multiply subtract divide neg negative pow square sqrt rsqrt
+    reciprocal exp exp2 log log2 sigmoid tanh expm1 log1p matmul bmm mm mv dot einsum outer ger inner
+    tensordot vdot vecdot baddbmm addbmm addmm addmv addr addcmul addcdiv kron multi_dot chain_matmul sum
+    mean prod cumsum cumprod tril triu masked_fill where pad cat concat concatenate stack hstack vstack
+    constant_pad_nd solve_triangular solve inv inverse inv_ex solve_ex triangular_solve matrix_power
+    repeat_interleave repeat tile diag diag_embed flip lerp setitem iadd isub imul itruediv copy_ mul_ add_
+    sub_ div_ neg_ exp_ masked_fill_ tril_ triu_ fill_ zero_ addcmul_ baddbmm_ index_put index_put_
+    slice_scatter select_scatter select_backward logical_not bitwise_not invert lt le gt ge eq ne and_ or_
+    logical_and logical_or bool long int norm vector_norm
+    """
     )
 )
-"""Operations whose compositions are analytic. Comparisons and masks are meant for constants; :func:`is_core` checks that."""
+"""Operations whose compositions are analytic. Comparisons and masks are meant for constants; :func:`is_core` checks
+that."""
 
-PROLOGUE = ANALYTIC | frozenset(
-    """clamp clamp_min clamp_max clip relu silu softplus logsigmoid abs maximum minimum max min normalize softmax gelu
-    elu leaky_relu erf sin cos sign round floor ceil rms_norm layer_norm log_softmax amax amin mish hardtanh detach
-    nan_to_num logsumexp threshold""".split()
+PROLOGUE = ANALYTIC | words(
+    """
+    clamp clamp_min clamp_max clip relu silu softplus logsigmoid abs maximum minimum max min normalize
+    softmax gelu elu leaky_relu erf sin cos sign round floor ceil rms_norm layer_norm log_softmax amax amin
+    mish hardtanh detach nan_to_num logsumexp threshold
+    """
 )
 """Operations that may stand in front of a region's inputs and are evaluated only to give those inputs values."""
 
-_BOOLEAN = frozenset("lt le gt ge eq ne and_ or_ logical_and logical_or logical_not bitwise_not invert bool long int".split())
+_BOOLEAN = words(
+    """
+    lt le gt ge eq ne and_ or_ logical_and logical_or logical_not bitwise_not invert bool long int
+    """
+)
 _TO_FLOAT = frozenset({"float", "half", "bfloat16", "double"})
-_ATTRIBUTES = frozenset("mT T mH H real shape ndim".split())
+_ATTRIBUTES = frozenset(["mT", "T", "mH", "H", "real", "shape", "ndim"])
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -125,7 +139,8 @@ class Evaluator:
         values: dict[fx.Node, Any],
         keep: Callable[[fx.Node], bool] = lambda node: True,
     ) -> dict[fx.Node, Any]:
-        """Evaluate ``nodes`` (in graph order) from ``values``; a value is dropped after its last use unless ``keep``."""
+        """Evaluate ``nodes`` (in graph order) from ``values``; a value is dropped after its last use unless
+        ``keep``."""
         nodes = list(nodes)
         last_use: dict[fx.Node, int] = {}
         for i, node in enumerate(nodes):

@@ -1,4 +1,5 @@
-"""What the stages need to know about single operations of an FX graph: what they write to, alias, and cost to replace."""
+"""What the stages need to know about single operations of an FX graph: what they write to, alias, and cost to
+replace."""
 
 from __future__ import annotations
 
@@ -12,20 +13,29 @@ from torch import fx
 
 from .ir import Instr, Loop, Ref
 
+
+def words(text: str) -> frozenset[str]:
+    """The words of a long list of names."""
+    return frozenset(text.split())
+
+
 _INPLACE_OPERATORS = {
     getattr(operator, name)
     for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
 }
 
-# Operations whose result may share memory with their first argument. `getitem` of a tensor is a view unless it is indexed
-# by a tensor; treating the copy as a view is the careful direction.
-VIEW_METHODS = frozenset(
-    """view reshape transpose permute movedim moveaxis swapaxes swapdims unsqueeze squeeze expand expand_as view_as
-    reshape_as narrow select flatten unflatten chunk split unbind t T mT contiguous to type float double half bfloat16
-    detach diagonal real adjoint ravel unfold as_strided tensor_split broadcast_to requires_grad_ slice type_as
-    __getitem__ cpu cuda alias view_as_real split_with_sizes hsplit vsplit dsplit select_copy""".split()
+# Operations whose result may share memory with their first argument. `getitem` of a tensor is a view unless it is
+# indexed by a tensor; treating the copy as a view is the careful direction.
+VIEW_METHODS = words(
+    """
+    view reshape transpose permute movedim moveaxis swapaxes swapdims unsqueeze squeeze expand expand_as
+    view_as reshape_as narrow select flatten unflatten chunk split unbind t T mT contiguous to type float
+    double half bfloat16 detach diagonal real adjoint ravel unfold as_strided tensor_split broadcast_to
+    requires_grad_ slice type_as __getitem__ cpu cuda alias view_as_real split_with_sizes hsplit vsplit
+    dsplit select_copy
+    """
 )
-_MAYBE_COPIES = frozenset("to float double half bfloat16 type type_as contiguous".split())
+_MAYBE_COPIES = frozenset(["to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous"])
 _GRAD_MODES = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_functorch", "_enter_inference_mode"}
 
 
@@ -53,8 +63,14 @@ def written_args(op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, 
                     written.append(value)
         return written
     name = target_name(target)
-    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__", "__iter__")
+    if (
+        name == "__setitem__"
+        or (name.endswith("_") and not name.endswith("__"))
+        or (
+            name.startswith("__i")
+            and name.endswith("__")
+            and name not in ("__invert__", "__index__", "__int__", "__iter__")
+        )
     ):
         written.append(args[0] if args else next(iter(kwargs.values())))
     if kwargs.get("inplace") is True:
@@ -117,9 +133,7 @@ def changes_mode(target: Any) -> bool:
     return name in _GRAD_MODES or name.startswith(("_set_", "_enter_", "_exit_"))
 
 
-def alias_roots(
-    graph: fx.Graph, without: Set[tuple[fx.Node, fx.Node]] = frozenset()
-) -> dict[fx.Node, set[fx.Node]]:
+def alias_roots(graph: fx.Graph, without: Set[tuple[fx.Node, fx.Node]] = frozenset()) -> dict[fx.Node, set[fx.Node]]:
     """For each node the nodes whose memory it may share (itself, if it owns its memory).
 
     ``without`` are (user, used) pairs that do not count, because the user is about to use something else.
@@ -133,7 +147,11 @@ def alias_roots(
         if found and target_name(node.target) in _MAYBE_COPIES and len(found) == 1:
             (source,) = found
             # `zeros(..).to(x)` may be the zeros themselves, but nobody else can see them
-            if source in node.all_input_nodes and len(source.users) == 1 and source.op not in ("placeholder", "get_attr"):
+            if (
+                source in node.all_input_nodes
+                and len(source.users) == 1
+                and source.op not in ("placeholder", "get_attr")
+            ):
                 found = set()
         roots[node] = found or {node}
     return roots

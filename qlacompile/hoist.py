@@ -88,10 +88,7 @@ def _mapped(build: Builder, step: LoopStep, invs: Any, ref: Ref) -> fx.Node:
     tensors = [n for n in (*stacked, *whole) if isinstance(n, fx.Node)]
     examples = [n.meta["example_value"] for n in tensors]
     axes = (*[0] * len(stacked), *[None] * len(whole))
-    if not stacked:
-        mapped = one
-    else:
-        mapped = torch.vmap(one, in_dims=axes)
+    mapped = torch.vmap(one, in_dims=axes) if stacked else one
     with build.fake_mode or torch.no_grad(), torch.no_grad():
         traced = make_fx(mapped)(*examples)
     env: dict[fx.Node, Any] = {}

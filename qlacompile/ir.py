@@ -1,10 +1,10 @@
 """The values that travel between the stages. This module imports nothing of qlacompile but the error codes.
 
-    roll       -> Loop                      one rolled Python loop, as data
-    recognise  -> Candidate (in patterns)   which node plays which role
-    rewrite    -> Spec                      what the fused operator has to compute: the hinge between patterns and kernels
-    lower      -> Choice                    which kernel runs it, and why the others do not
-    everybody  -> Refusal, Match            what is told to the user
+roll       -> Loop                      one rolled Python loop, as data
+recognise  -> Candidate (in patterns)   which node plays which role
+rewrite    -> Spec                      what the fused operator has to compute: the hinge between patterns and kernels
+lower      -> Choice                    which kernel runs it, and why the others do not
+everybody  -> Refusal, Match            what is told to the user
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class Ref:
 
 @dataclass(frozen=True)
 class Instr:
-    """One operation of a loop body. ``op`` is "call_function" or "call_method"; leaves of args/kwargs are Refs or constants.
+    """One operation of a loop body. ``op`` is "call_function" or "call_method"; leaves of args/kwargs are Refs or
+    constants.
 
     ``dtype`` is that of its result in the traced program, if that is a tensor.
     """

@@ -1,7 +1,7 @@
 """Take off an operator's arguments what the operator does itself, where that is exact.
 
-Transposes and copies (the operator takes any layout), up-casts (it computes in float32 anyway), repeated heads (it knows
-grouped heads), a factor on q (the scale), and the l2norm of q and k when it is computed in float32.
+Transposes and copies (the operator takes any layout), up-casts (it computes in float32 anyway), repeated heads (it
+knows grouped heads), a factor on q (the scale), and the l2norm of q and k when it is computed in float32.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ from torch import fx
 
 from .build import Builder
 from .evaluate import Evaluator, op_name
+from .fxtools import words
 
-_COPIES = frozenset("contiguous clone alias".split())
-_CASTS = frozenset("to float type type_as _to_copy".split())
-_NORM_OPS = frozenset("mul pow square sum add rsqrt sqrt reciprocal div true_divide truediv".split())
+_COPIES = frozenset(["contiguous", "clone", "alias"])
+_CASTS = frozenset(["to", "float", "type", "type_as", "_to_copy"])
+_NORM_OPS = words(
+    """
+    mul pow square sum add rsqrt sqrt reciprocal div true_divide truediv
+    """
+)
 
 
 @dataclass(frozen=True)
@@ -123,14 +128,26 @@ def _is_identity(node: fx.Node, name: str, before: torch.Tensor, after: torch.Te
         return False
     if any(a is not b and a != b for a, b in zip(before.shape, after.shape)):
         return False
-    if name in ("reshape", "view", "expand", "flatten", "unflatten", "view_as", "reshape_as", "expand_as", "broadcast_to"):
+    if name in (
+        "reshape",
+        "view",
+        "expand",
+        "flatten",
+        "unflatten",
+        "view_as",
+        "reshape_as",
+        "expand_as",
+        "broadcast_to",
+    ):
         return True
     if name in ("pad", "constant_pad_nd"):
         pads = node.args[1] if len(node.args) > 1 else node.kwargs.get("pad")
         return isinstance(pads, (tuple, list)) and all(isinstance(p, int) and p == 0 for p in pads)
     if name == "getitem":
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        return all(a is Ellipsis or (isinstance(a, slice) and a.start in (None, 0) and a.step in (None, 1)) for a in index)
+        return all(
+            a is Ellipsis or (isinstance(a, slice) and a.start in (None, 0) and a.step in (None, 1)) for a in index
+        )
     return False
 
 
@@ -147,14 +164,17 @@ def _undo(at: Peeled, node: fx.Node, order: list[int]) -> Peeled:
 
 def _widens(before: torch.Tensor, after: torch.Tensor) -> bool:
     floating = before.dtype.is_floating_point and after.dtype.is_floating_point
-    return floating and before.device == after.device and before.dtype.itemsize <= after.dtype.itemsize and (
-        before.dtype == after.dtype or before.dtype.itemsize < after.dtype.itemsize
+    return (
+        floating
+        and before.device == after.device
+        and before.dtype.itemsize <= after.dtype.itemsize
+        and (before.dtype == after.dtype or before.dtype.itemsize < after.dtype.itemsize)
     )
 
 
 def _order(node: fx.Node, name: str, rank: int) -> list[int] | None:
     """For a transposing node: which axis of its argument each of its axes is."""
-    args = node.args[1:]
+    args: Any = node.args[1:]
     order = list(range(rank))
     if name in ("transpose", "swapaxes", "swapdims") and len(args) == 2 and all(isinstance(a, int) for a in args):
         i, j = args[0] % rank, args[1] % rank
@@ -199,7 +219,7 @@ def _ungroup(at: Peeled) -> tuple[Peeled, int]:
             return Peeled(source, at.batch, at.time, at.head), repeats
     if name in ("reshape", "view", "flatten"):
         # [.., H, D] -> [.., H, 1, D] -> [.., H, r, D] -> [.., H * r, D]
-        expanded = source
+        expanded: Any = source
         while expanded.op in ("call_function", "call_method") and op_name(expanded.target) in ("contiguous", "clone"):
             expanded = expanded.args[0]
         wide = expanded.meta.get("example_value")
@@ -211,7 +231,11 @@ def _ungroup(at: Peeled) -> tuple[Peeled, int]:
         if flat is None or flat.dim() != wide.dim() or wide.dim() != after.dim() + 1:
             return at, 1
         grown = [d for d in range(wide.dim()) if flat.shape[d] != wide.shape[d]]
-        if grown != [head + 1] or flat.shape[head + 1] != 1 or after.shape[head] != wide.shape[head] * wide.shape[head + 1]:
+        if (
+            grown != [head + 1]
+            or flat.shape[head + 1] != 1
+            or after.shape[head] != wide.shape[head] * wide.shape[head + 1]
+        ):
             return at, 1
         origin = narrow.args[0] if op_name(narrow.target) in ("unsqueeze", "getitem") else None
         inner = origin.meta.get("example_value") if isinstance(origin, fx.Node) else None
@@ -257,7 +281,8 @@ def _scalar_multiple(node: fx.Node) -> bool:
 
 
 def _measure_eps(x: fx.Node, y: fx.Node, inside: list[fx.Node], rank: int) -> float | None:
-    """The eps for which the nodes between x and y are an l2norm, found and checked on random vectors of several sizes."""
+    """The eps for which the nodes between x and y are an l2norm, found and checked on random vectors of several
+    sizes."""
     generator = torch.Generator().manual_seed(3)
     found: list[float] = []
     for size in (1e-6, 1e-4, 1e-3, 1.0, 30.0):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from .evaluate import shape_of
 from .ir import Placement, Proof, Refusal, SequenceMatch
 from .recognise import Found, outputs_below
-from .evaluate import shape_of
 from .regions import evaluate
 
 TOLERANCE = 1e-10
@@ -44,7 +44,7 @@ def prove(found: Found, device: torch.device) -> Proof | Refusal:
         if difference > TOLERANCE:
             return Refusal(
                 "QLA207",
-                f"the output differs from the {found.family} of the same inputs by {difference:.1e} (relative, float64)",
+                f"the output differs from the {found.family} of the same inputs by {difference:.1e} (relative)",
                 found.source,
                 found.family,
                 "prove",
@@ -79,20 +79,20 @@ def _take_states(found: Found, candidates: list[tuple[fx.Node, bool]]) -> None:
 
 
 def definition(found: Found, values: dict[fx.Node, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The family's token recurrence on the roles' values: output ``[B, T, H, V]`` and state ``[B, H, K, V]``, float64."""
+    """The family's token recurrence on the roles' values: output ``[B, T, H, V]`` and state ``[B, H, K, V]``,
+    float64."""
     match = found.match
     assert isinstance(match, SequenceMatch)
     data = {role: arrange(values[at.key], at, role in ("q", "k", "v")) for role, at in found.roles.items()}
     v = data["v"]
     ones = torch.ones(v.shape[:3], dtype=torch.float64, device=v.device)
     beta = data.get("beta", ones)
-    alpha = {
-        "none": lambda: ones,
-        "log": lambda: data["g"].exp(),
-        "log2": lambda: data["g"].exp2(),
-        "neg_log": lambda: (-data["g"]).exp(),
-        "linear": lambda: data["g"],
-    }[found.gate]()
+    alpha = ones
+    if found.gate != "none":
+        g = data["g"]
+        alpha = {"log": torch.exp, "log2": torch.exp2, "neg_log": lambda x: torch.exp(-x), "linear": torch.clone}[
+            found.gate
+        ](g)
     q, k = data["q"] * found.scale, data["k"]
     batch, length, heads = v.shape[:3]
     shape = (batch, heads, match.key_dim, match.value_dim)

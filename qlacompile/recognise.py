@@ -1,4 +1,5 @@
-"""Find the recurrences of a graph: loops and regions become views, patterns name the roles, the result says where they are."""
+"""Find the recurrences of a graph: loops and regions become views, patterns name the roles, the result says where
+they are."""
 
 from __future__ import annotations
 
@@ -162,9 +163,9 @@ def _found_step(anchor: fx.Node, loop: Loop, step: LoopStep, match: StepMatch) -
         number = user.args[1] if user.op == "call_function" and isinstance(user.args[1], int) else None
         if number is None:
             return Refusal("QLA301", "the loop's results are used in an unusual way", source_of(user) or loop.source)
-        if number < len(loop.lasts) and loop.lasts[number] == new_state:
-            found.state_out.append(user)
-        elif number >= offset and step.state == Ref("inv", loop.writes[number - offset]):
+        if (number < len(loop.lasts) and loop.lasts[number] == new_state) or (
+            number >= offset and step.state == Ref("inv", loop.writes[number - offset])
+        ):
             found.state_out.append(user)
     return found
 

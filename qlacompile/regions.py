@@ -18,8 +18,10 @@ from .evaluate import ANALYTIC, CONSTANTS, PROLOGUE, VIEWS, Evaluator, draw, is_
 from .functional import Functional, body_of
 from .ir import Loop, Refusal, SequenceView, Value
 
-SOLVES = frozenset("solve_triangular solve inv inverse inv_ex solve_ex triangular_solve".split())
-PRODUCTS = frozenset("matmul bmm mm mv einsum baddbmm addmm addbmm inner tensordot dot linear".split())
+SOLVES = frozenset(["solve_triangular", "solve", "inv", "inverse", "inv_ex", "solve_ex", "triangular_solve"])
+PRODUCTS = frozenset(
+    ["matmul", "bmm", "mm", "mv", "einsum", "baddbmm", "addmm", "addbmm", "inner", "tensordot", "dot", "linear"]
+)
 DOWNWARD_LIMIT = 400
 CPU_BYTES_LIMIT = 12 << 30
 
@@ -40,8 +42,8 @@ def loop_of(node: fx.Node) -> Loop | None:
 
 @dataclass
 class Region:
-    """The nodes around an anchor: ``leaves`` get random data, ``inside`` is evaluated (in graph order), ``below`` is the
-    part of it that depends on the anchor. ``states`` are the nodes that may hold an initial state."""
+    """The nodes around an anchor: ``leaves`` get random data, ``inside`` is evaluated (in graph order), ``below`` is
+    the part of it that depends on the anchor. ``states`` are the nodes that may hold an initial state."""
 
     anchor: fx.Node
     leaves: list[fx.Node] = field(default_factory=list)
@@ -78,9 +80,12 @@ def cut(functional: Functional, anchor: fx.Node, closed: set[fx.Node]) -> Region
             region.symbolic[node] = hint(value)
         elif node in closed or node in functional.opaque:
             status[node] = "leaf" if is_float(value) and node not in functional.opaque else "bad"
-        elif node.op not in ("call_function", "call_method") or not is_in(node.target, PROLOGUE) or _projection(node):
-            status[node] = "leaf" if is_float(value) else "bad"
-        elif any(status[i] == "bad" for i in inputs):
+        elif (
+            node.op not in ("call_function", "call_method")
+            or not is_in(node.target, PROLOGUE)
+            or _projection(node)
+            or any(status[i] == "bad" for i in inputs)
+        ):
             status[node] = "leaf" if is_float(value) else "bad"
         else:
             status[node] = "inside"
@@ -120,7 +125,9 @@ def _projection(node: fx.Node) -> bool:
     if op_name(node.target) not in PRODUCTS:
         return False
     for operand in node.all_input_nodes:
-        while operand.op in ("call_function", "call_method") and is_in(operand.target, VIEWS) and operand.all_input_nodes:
+        while (
+            operand.op in ("call_function", "call_method") and is_in(operand.target, VIEWS) and operand.all_input_nodes
+        ):
             operand = operand.all_input_nodes[0]
         if isinstance(operand.meta.get("example_value"), torch.nn.Parameter):
             return True
@@ -170,8 +177,8 @@ def evaluate(
     device: torch.device,
     keep: Callable[[fx.Node], bool] | None = None,
 ) -> dict[fx.Node, Any]:
-    """The values of the region's nodes for random leaves: those that ``keep`` asks for, by default all that a pattern may
-    choose from."""
+    """The values of the region's nodes for random leaves: those that ``keep`` asks for, by default all that a
+    pattern may choose from."""
     generator = torch.Generator().manual_seed(104729 * trial + 5)
     evaluator = Evaluator(device)
     values: dict[fx.Node, Any] = dict(region.symbolic)

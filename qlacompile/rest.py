@@ -22,7 +22,8 @@ def unroll(gm: fx.GraphModule) -> int:
 
 
 def _unroll_one(graph: fx.Graph, node: fx.Node) -> None:
-    loop: Loop = node.target
+    loop = node.target
+    assert isinstance(loop, Loop)
     carries, invs, bases = node.args
     env: dict[Ref, Any] = {Ref("inv", j): value for j, value in enumerate(invs)}
     current = list(carries)
@@ -100,4 +101,6 @@ def compile_rest(
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**(list_mode_options(mode) if mode else {}), **options}
-    return compile_fx(gm, example_inputs, config_patches=patches or None)
+    return compile_fx(  # type: ignore[return-value]
+        gm, example_inputs, config_patches=patches or None
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -46,7 +45,9 @@ def rewrite(gm: fx.GraphModule, functional: Functional, found: Found, training: 
     at = after.next
     while at.op == "placeholder":
         at = at.next
-    unsafe = unsafe_reads(functional, role_nodes, at) or mode_switch(functional, min(core, key=order.__getitem__), max(core, key=order.__getitem__))
+    unsafe = unsafe_reads(functional, role_nodes, at) or mode_switch(
+        functional, min(core, key=order.__getitem__), max(core, key=order.__getitem__)
+    )
     if unsafe is not None:
         return unsafe
     dead, keeper = survivors(functional, {(user, used) for user, used, _ in uses}, core)
@@ -87,15 +88,15 @@ def _uses(functional: Functional, found: Found) -> list[tuple[fx.Node, fx.Node, 
         loop = found.step.loop
         for user in found.anchor.users:
             position = user.args[1]
-            if kind == "stack" and position == len(loop.lasts) + number:
-                which[user] = "output"
-            elif kind == "write" and position == len(loop.lasts) + len(loop.stacks) + loop.writes.index(
-                found.step.written[number].inv
+            if (kind == "stack" and position == len(loop.lasts) + number) or (
+                kind == "write"
+                and position == len(loop.lasts) + len(loop.stacks) + loop.writes.index(found.step.written[number].inv)
             ):
                 which[user] = "output"
-            elif position < len(loop.lasts) and loop.lasts[position] == found.step.output_refs[
-                found.step.output_where.index(found.output)
-            ]:
+            elif (
+                position < len(loop.lasts)
+                and loop.lasts[position] == found.step.output_refs[found.step.output_where.index(found.output)]
+            ):
                 which[user] = "last"
     uses: list[tuple[fx.Node, fx.Node, str]] = []
     core = set(found.core)
@@ -312,7 +313,8 @@ class _Emission:
                 list(u.meta["example_value"].shape)
                 for u in found.anchor.users
                 if u.args[1] < len(found.step.loop.lasts)
-                and found.step.loop.lasts[u.args[1]] == found.step.output_refs[found.step.output_where.index(found.output)]
+                and found.step.loop.lasts[u.args[1]]
+                == found.step.output_refs[found.step.output_where.index(found.output)]
             )
             return build.cast(build.fit(last, want), example.dtype)
         if kind == "stack":
@@ -327,7 +329,9 @@ class _Emission:
         order = list(range(1, len(shape)))
         order.insert(access.axis, 0)
         value = build.permute(value, order)
-        whole = access.base in (0, shape[access.axis] - 1) and abs(access.slope) == 1 and found.steps == shape[access.axis]
+        whole = (
+            access.base in (0, shape[access.axis] - 1) and abs(access.slope) == 1 and found.steps == shape[access.axis]
+        )
         plain = all(isinstance(a, slice) and a == slice(None) for i, a in enumerate(access.index) if i != access.entry)
         if whole and plain:
             return value
@@ -341,7 +345,9 @@ class _Emission:
         build, found = self.build, self.found
         if self.sign is not None:
             last = build.call(torch.select, self.sign, 1, -1)
-            node = build.call(torch.mul, node, build.cast(build.fit(last, [*build.shape(last), 1, 1]), build.value(node).dtype))
+            node = build.call(
+                torch.mul, node, build.cast(build.fit(last, [*build.shape(last), 1, 1]), build.value(node).dtype)
+            )
         example = found.state_out[0].meta["example_value"]
         rank = example.dim()
         key_axis, value_axis = (a % rank for a in found.state_axes)

@@ -1,4 +1,5 @@
-"""A rolled loop seen as one step: what it reads at the index, what it writes there, and the rest as a function of a state."""
+"""A rolled loop seen as one step: what it reads at the index, what it writes there, and the rest as a function of a
+state."""
 
 from __future__ import annotations
 
@@ -8,16 +9,21 @@ from typing import Any
 import torch
 
 from .evaluate import ANALYTIC, PROLOGUE, Evaluator, draw, is_in, op_name
-from .fxtools import body_writes, changes_mode
+from .fxtools import body_writes, changes_mode, words
 from .ir import Instr, Loop, Ref, Refusal, Value, refs_in, resolve
 
-_CASTS = frozenset("to type half bfloat16 float double type_as _to_copy".split())
-_COMPARISONS = frozenset("lt le gt ge eq ne isnan isinf isfinite".split())
+_CASTS = frozenset(["to", "type", "half", "bfloat16", "float", "double", "type_as", "_to_copy"])
+_COMPARISONS = words(
+    """
+    lt le gt ge eq ne isnan isinf isfinite
+    """
+)
 
 
 @dataclass(frozen=True)
 class Indexed:
-    """An access of invariant ``inv`` at the loop index: ``index`` with None-free entries; ``axis`` is where the index stands.
+    """An access of invariant ``inv`` at the loop index: ``index`` with None-free entries; ``axis`` is where the
+    index stands.
 
     Iteration ``i`` accesses position ``base + slope * i`` of that axis. ``position`` is where the axis would be in the
     result if it were kept; ``kept`` says that it is kept with length one (``x[t:t+1]``).
@@ -136,7 +142,9 @@ class LoopStep:
                 continue
             access = self._indexed(instr)
             if access is None:
-                raise self.refuse("QLA205", f"the loop index is used in {op_name(instr.target)} in an unusual way", instr)
+                raise self.refuse(
+                    "QLA205", f"the loop index is used in {op_name(instr.target)} in an unusual way", instr
+                )
             if op_name(instr.target) == "setitem":
                 self.written[i] = access
                 self.skipped.add(i)
@@ -216,7 +224,9 @@ class LoopStep:
             if i in found:
                 continue
             found.add(i)
-            todo += [r.index for r in refs_in((self.loop.body[i].args, dict(self.loop.body[i].kwargs))) if r.kind == "node"]
+            todo += [
+                r.index for r in refs_in((self.loop.body[i].args, dict(self.loop.body[i].kwargs))) if r.kind == "node"
+            ]
         return found
 
     # --- StepView -----------------------------------------------------------------------------------------------------
@@ -238,7 +248,13 @@ class LoopStep:
                 index = list(access.index)
                 index[access.entry] = slice(0, 1) if access.kept else 0
                 data[Ref("node", i)] = slices[place][tuple(index)]
-            used = {r.index for n, i in enumerate(self.loop.body) if n not in self.reads for r in refs_in((i.args, dict(i.kwargs))) if r.kind == "inv"}
+            used = {
+                r.index
+                for n, i in enumerate(self.loop.body)
+                if n not in self.reads
+                for r in refs_in((i.args, dict(i.kwargs)))
+                if r.kind == "inv"
+            }
             for j in sorted(used - self.buffers):
                 value = self.invs[j]
                 if isinstance(value, torch.Tensor) and value.dtype.is_floating_point:

@@ -64,7 +64,7 @@ INTERNALS = (
     "torch._functorch",
 )
 MAY_TOUCH_INTERNALS = {
-    "roll/dynamo.py": "the hook",
+    "roll/dynamo/": "the hook",
     "explain/breaks.py": "why torch broke the graph",
     "rest.py": "hands the rest to inductor",
 }
@@ -74,7 +74,6 @@ LONGER = {
     "ir.py": 400,  # only values, read together
     "patterns/gated_delta_rule.py": 400,  # one family, one file
     "rewrite.py": 400,
-    "roll/dynamo.py": 1000,  # the hook: everything that depends on torch's internals is meant to be in one place
 }
 
 
@@ -143,7 +142,7 @@ def test_a_kernel_does_not_know_another_kernel(path: str) -> None:
 @pytest.mark.parametrize("path", FILES)
 def test_internals_of_torch_are_fenced_in(path: str) -> None:
     touched = {name for name in _imports(path) if name.startswith(INTERNALS)}
-    assert not touched or path in MAY_TOUCH_INTERNALS
+    assert not touched or any(path.startswith(prefix) for prefix in MAY_TOUCH_INTERNALS)
 
 
 @pytest.mark.parametrize("path", FILES)

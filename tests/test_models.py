@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from compiled import compile_and_run, relative, run, worst
 from zoo.models import MODELS, Model
 
@@ -26,11 +27,11 @@ def test_layer_matches_once(model: Model, T: int) -> None:
 
 
 def budgets(model: Model, x: torch.Tensor) -> list[float]:
-    """2e-5 for each gradient, or what rounding alone does to it: how far the float64 gradient moves when every input and
-    parameter moves by about one float32 rounding, times the number of roundings on the way (about ten).
+    """2e-5 for each gradient, or what rounding alone does to it: how far the float64 gradient moves when every input
+    and parameter moves by about one float32 rounding, times the number of roundings on the way (about ten).
 
-    The gradients of the gate's parameters need this: the norm behind the recurrence takes the length of its output away,
-    so with strong decay they are small differences of large numbers, in eager code as well.
+    The gradients of the gate's parameters need this: the norm behind the recurrence takes the length of its output
+    away, so with strong decay they are small differences of large numbers, in eager code as well.
     """
     module = model.build().double()
     exact = run(module, (x.double(),), params=tuple(module.parameters()))

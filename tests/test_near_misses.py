@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from compiled import compile_and_run, run, worst
 from near_misses.hidden import HIDDEN
 from near_misses.lookalike import LookAlike

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from compiled import compile_and_run, run, worst
 from zoo import chunk_loops, installed, token_algebra, token_control, token_loops
 from zoo.spelling import Spelling

@@ -1,1 +1,2 @@
-"""Loops as data: rolled while Dynamo traces them (:mod:`.dynamo`), or found again in an unrolled graph (:mod:`.graph`)."""
+"""Loops as data: rolled while Dynamo traces them (:mod:`.dynamo`), or found again in an unrolled graph
+(:mod:`.graph`)."""

@@ -66,7 +66,8 @@ def kept(nodes: Iterable[fx.Node], indices: set[sympy.Symbol]) -> list[fx.Node]:
 
 
 def normal(node: fx.Node) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]]:
-    """(op, target, args, kwargs), with ``x[i]`` as ``torch.select(x, 0, i)``, as Dynamo writes it for a symbolic ``i``."""
+    """(op, target, args, kwargs), with ``x[i]`` as ``torch.select(x, 0, i)``, as Dynamo writes it for a symbolic
+    ``i``."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         value, index = node.args[0].meta.get("example_value"), node.args[1]
         is_integer = type(index) is int or symint_expr(index) is not None
@@ -76,7 +77,9 @@ def normal(node: fx.Node) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]]:
 
 
 class _Comparison:
-    def __init__(self, first: Sequence[fx.Node], second: Sequence[fx.Node], index: Index | None, outer: set[sympy.Symbol]):
+    def __init__(
+        self, first: Sequence[fx.Node], second: Sequence[fx.Node], index: Index | None, outer: set[sympy.Symbol]
+    ):
         self.first = {node: i for i, node in enumerate(first)}
         self.second = {node: i for i, node in enumerate(second)}
         self.index = index
@@ -186,9 +189,7 @@ def same_target(a: Any, b: Any) -> bool:
     return same_loop(a, b) if isinstance(a, Loop) and isinstance(b, Loop) else a == b
 
 
-def compare(
-    first: Sequence[fx.Node], second: Sequence[fx.Node], index: Index | None, outer: set[sympy.Symbol]
-) -> Body:
+def compare(first: Sequence[fx.Node], second: Sequence[fx.Node], index: Index | None, outer: set[sympy.Symbol]) -> Body:
     """One body for both iterations, or :class:`Unequal`. ``outer`` are the symbols of enclosing symbolic loops."""
     indices = outer | ({index.symbol} if index else set())
     first, second = kept(first, indices), kept(second, indices)

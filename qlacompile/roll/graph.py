@@ -1,8 +1,9 @@
-"""Find loops again in a graph that was traced unrolled, and roll them into the same :class:`~qlacompile.ir.Loop` records.
+"""Find loops again in a graph that was traced unrolled, and roll them into the same :class:`~qlacompile.ir.Loop`
+records.
 
 For loops that Dynamo could not roll (``while``, ``zip`` over slices, a state kept in an object) and for graphs of other
-origin. Works in time linear in the number of nodes: a token for each node (its operation and the shape of its arguments,
-integers left out), runs of equal tokens at a fixed distance, then the exact comparison of :mod:`.compare`.
+origin. Works in time linear in the number of nodes: a token for each node (its operation and the shape of its
+arguments, integers left out), runs of equal tokens at a fixed distance, then the exact comparison of :mod:`.compare`.
 """
 
 from __future__ import annotations
@@ -248,7 +249,10 @@ def _join(
     if user.target is torch.stack:
         dim %= rank
         part = build.call(torch.movedim, stacked, 0, dim)
-        rest = [build.call(torch.unsqueeze, n, dim) if isinstance(n, fx.Node) else n for n in items[:start] + items[start + steps :]]
+        rest = [
+            build.call(torch.unsqueeze, n, dim) if isinstance(n, fx.Node) else n
+            for n in items[:start] + items[start + steps :]
+        ]
     else:
         dim %= rank - 1
         part = build.call(torch.flatten, build.call(torch.movedim, stacked, 0, dim), dim, dim + 1)
@@ -263,14 +267,16 @@ def _join(
 
 
 def _sink_slices(graph: fx.Graph) -> None:
-    """``x.unbind(d)[i]``, and ``x[i]`` taken for many i beforehand, become ``x.select(d, i)`` at each use: a read at the
-    loop index."""
+    """``x.unbind(d)[i]``, and ``x[i]`` taken for many i beforehand, become ``x.select(d, i)`` at each use: a read at
+    the loop index."""
     roots = alias_roots(graph)
     written = {root for node in graph.nodes for target in written_nodes(node) for root in roots[target]}
     for node in list(graph.nodes):
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor):
-            items = [u for u in node.users if u.target is operator.getitem and u.args[0] is node and type(u.args[1]) is int]
+            items = [
+                u for u in node.users if u.target is operator.getitem and u.args[0] is node and type(u.args[1]) is int
+            ]
             if len(items) >= 2 * MIN_STEPS and not roots[node] & written:
                 _sink(graph, items, node, 0)
         elif node.op in ("call_function", "call_method") and op_name(node.target) == "unbind":
