@@ -13,7 +13,7 @@ from .explain.report import Report
 from .explain.run import explain
 
 if TYPE_CHECKING:
-    import qlacompile.ops as ops
+    from qlacompile import ops
 
 __version__ = "0.1.0"
 __all__ = ["Report", "__version__", "errors", "explain", "ops"]

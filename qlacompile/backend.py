@@ -20,7 +20,8 @@ from .recognise import Found, recognise
 from .rest import compile_rest, unroll
 from .rewrite import Rewritten, rewrite
 from .roll import dynamo as roll
-from .roll.graph import copy_graph, has_repetition, reroll
+from .roll.graph import reroll
+from .roll.prepare import copy_graph, has_repetition
 
 
 def flashqla(

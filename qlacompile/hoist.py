@@ -8,10 +8,11 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .access import Indexed
 from .build import Builder
 from .ir import Ref, call_instr, resolve
-from .peel import Peeled
-from .steps import Indexed, LoopStep
+from .norms import Peeled
+from .steps import LoopStep
 
 
 def hoist(build: Builder, step: LoopStep, loop_node: fx.Node, ref: Ref, features: bool) -> Peeled:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from .access import Unfit
 from .evaluate import is_float
 from .functional import Functional, WritingLoop
 from .ir import Loop, Pattern, Placement, Proof, Ref, Refusal, SequenceMatch, StepMatch
 from .regions import Region, anchors, core, cut, evaluate, loop_of, memory_limit, start_hypotheses, view
 from .roll.compare import source_of
-from .steps import LoopStep, Unfit
+from .steps import LoopStep
 
 
 @dataclass

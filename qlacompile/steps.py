@@ -3,11 +3,11 @@ state."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .access import Indexed, Unfit
 from .evaluate import ANALYTIC, PROLOGUE, Evaluator, draw, is_in, op_name
 from .fxtools import body_writes, changes_mode, words
 from .ir import Instr, Loop, Ref, Refusal, Value, refs_in, resolve
@@ -18,33 +18,6 @@ _COMPARISONS = words(
     lt le gt ge eq ne isnan isinf isfinite
     """
 )
-
-
-@dataclass(frozen=True)
-class Indexed:
-    """An access of invariant ``inv`` at the loop index: ``index`` with None-free entries; ``axis`` is where the
-    index stands.
-
-    Iteration ``i`` accesses position ``base + slope * i`` of that axis. ``position`` is where the axis would be in the
-    result if it were kept; ``kept`` says that it is kept with length one (``x[t:t+1]``).
-    """
-
-    inv: int
-    index: tuple[Any, ...]
-    entry: int
-    axis: int
-    position: int
-    base: int
-    slope: int
-    kept: bool
-
-
-class Unfit(Exception):
-    """The loop is not a step of the kind that patterns look at."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(str(refusal))
-        self.refusal = refusal
 
 
 class LoopStep:

@@ -17,12 +17,11 @@ import torch
 from torch import fx
 
 from ..build import Builder
-from ..evaluate import op_name
-from ..fxtools import alias_roots, body_writes, changes_mode, written_nodes
+from ..fxtools import body_writes, changes_mode
 from ..ir import Loop, Ref
 from .compare import Body, Unequal, bind, compare, source_of
+from .prepare import MIN_STEPS, sink_slices
 
-MIN_STEPS = 2
 MAX_PERIOD = 4000
 
 
@@ -38,7 +37,7 @@ class Run:
 def reroll(gm: fx.GraphModule) -> int:
     """Roll every repetition of ``gm.graph`` in place; returns how many loops were made."""
     graph = gm.graph
-    _sink_slices(graph)
+    sink_slices(graph)
     count, after = 0, 0
     while True:
         nodes = [n for n in graph.nodes if n.op in ("call_function", "call_method", "get_attr", "call_module")]
@@ -47,21 +46,6 @@ def reroll(gm: fx.GraphModule) -> int:
             return count
         count += 1
         after = found.start + 1
-
-
-def has_repetition(graph: fx.Graph) -> bool:
-    """Whether it is worth looking for a loop: the same operation on different integers, several times."""
-    counts = Counter(str(n.target) for n in graph.nodes if n.op in ("call_function", "call_method"))
-    return any(count >= 2 * MIN_STEPS for count in counts.values())
-
-
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy with its own nodes and the same example values."""
-    copy = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        env[node] = copy.node_copy(node, env.__getitem__)
-    return copy
 
 
 def tokens(nodes: list[fx.Node]) -> list[Any]:
@@ -264,38 +248,3 @@ def _join(
         joined = build.call(torch.cat, pieces, dim)
     user.replace_all_uses_with(joined)
     graph.erase_node(user)
-
-
-def _sink_slices(graph: fx.Graph) -> None:
-    """``x.unbind(d)[i]``, and ``x[i]`` taken for many i beforehand, become ``x.select(d, i)`` at each use: a read at
-    the loop index."""
-    roots = alias_roots(graph)
-    written = {root for node in graph.nodes for target in written_nodes(node) for root in roots[target]}
-    for node in list(graph.nodes):
-        value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor):
-            items = [
-                u for u in node.users if u.target is operator.getitem and u.args[0] is node and type(u.args[1]) is int
-            ]
-            if len(items) >= 2 * MIN_STEPS and not roots[node] & written:
-                _sink(graph, items, node, 0)
-        elif node.op in ("call_function", "call_method") and op_name(node.target) == "unbind":
-            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-            items = [u for u in node.users if u.target is operator.getitem and type(u.args[1]) is int]
-            if isinstance(dim, int) and not roots[node.args[0]] & written:
-                _sink(graph, items, node.args[0], dim)
-            if not node.users:
-                graph.erase_node(node)
-
-
-def _sink(graph: fx.Graph, items: list[fx.Node], source: fx.Node, dim: int) -> None:
-    for item in items:
-        for user in list(item.users):
-            if user.op == "output":
-                continue
-            with graph.inserting_before(user):
-                read = graph.call_function(torch.select, (source, dim, item.args[1]))
-            read.meta = dict(item.meta)
-            user.replace_input_with(item, read)
-        if not item.users:
-            graph.erase_node(item)
