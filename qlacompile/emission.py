@@ -25,7 +25,8 @@ class Emission:
         self.state_example = self._state_example()
 
     def source(self, node: fx.Node) -> fx.Node:
-        return self.functional.origin[node]
+        """The source graph's node: for a later version of a written tensor the tensor itself."""
+        return self.functional.versions.get(node) or self.functional.origin[node]
 
     def _state_example(self) -> torch.Tensor | None:
         found = self.found
@@ -45,7 +46,8 @@ class Emission:
                 placed[role] = Peeled(self.source(at.key), at.batch, at.time, at.head)
             else:
                 assert isinstance(at, Ref) and found.step is not None
-                placed[role] = hoist(build, found.step, self.source(found.anchor), at, role in ("q", "k", "v"))
+                invs = [self.source(n) for n in found.step.nodes]
+                placed[role] = hoist(build, found.step, invs, at, role in ("q", "k", "v"))
         return placed
 
     def operator(self, training: bool) -> tuple[Spec, fx.Node]:
@@ -289,7 +291,7 @@ def _never_negative(functional: Functional, found: Found) -> bool:
         if at.kind == "node" and at.index not in found.step.reads:
             return op_name(found.step.loop.body[at.index].target) in ("sigmoid", "exp", "exp2")
         inv = at.index if at.kind == "inv" else found.step.reads[at.index].inv
-        node = found.anchor.args[1][inv]
+        node = found.step.nodes[inv]
     else:
         node = at.key
     while node.op in ("call_function", "call_method") and is_in(node.target, VIEWS) and node.all_input_nodes:

@@ -15,9 +15,11 @@ from .norms import Peeled
 from .steps import LoopStep
 
 
-def hoist(build: Builder, step: LoopStep, loop_node: fx.Node, ref: Ref, features: bool) -> Peeled:
-    """A state-independent value of the step for all steps: a node and where its batch, time and head axes are."""
-    invs = loop_node.args[1]
+def hoist(build: Builder, step: LoopStep, invs: list[fx.Node], ref: Ref, features: bool) -> Peeled:
+    """A state-independent value of the step for all steps: a node and where its batch, time and head axes are.
+
+    ``invs`` are the nodes of the loop's invariants.
+    """
     if ref.kind == "node" and ref.index in step.reads:
         access = step.reads[ref.index]
         plain = _plain(step, access, invs[access.inv], features)

@@ -16,10 +16,13 @@ from torch import fx
 from .access import Unfit
 from .evaluate import is_float
 from .functional import Functional, WritingLoop
+from .inline import inline
 from .ir import Loop, Pattern, Placement, Proof, Ref, Refusal, SequenceMatch, StepMatch
 from .regions import Region, anchors, core, cut, evaluate, loop_of, memory_limit, start_hypotheses, view
 from .roll.compare import source_of
 from .steps import LoopStep
+
+INLINE_ROUNDS = 4
 
 
 @dataclass
@@ -108,25 +111,36 @@ def _may_be_chunk(loop: Loop) -> bool:
 
 def _as_step(functional: Functional, anchor: fx.Node, loop: Loop) -> Found | Refusal:
     carries, invs, bases = anchor.args
+    anchor_loop = loop
 
     def example(value: Any) -> Any:
         value = value.meta.get("example_value") if isinstance(value, fx.Node) else value
         return _static(value) if isinstance(value, torch.Tensor) else value
 
+    nodes = list(invs)
+    fixed = set(functional.versions) | functional.opaque
+    refusal: Refusal | None = None
     try:
-        step = LoopStep(loop, [example(c) for c in carries], [example(i) for i in invs], list(bases))
-        refusals = []
-        for pattern in patterns():
-            match = pattern.match_step(step)
-            if isinstance(match, StepMatch):
-                return _found_step(anchor, loop, step, match)
-            refusals.append(match)
+        for _ in range(INLINE_ROUNDS):
+            step = LoopStep(loop, [example(c) for c in carries], [example(i) for i in nodes], list(bases))
+            for pattern in patterns():
+                match = pattern.match_step(step)
+                if isinstance(match, StepMatch):
+                    return _found_step(anchor, anchor_loop, step, nodes, match)
+                refusal = refusal or Refusal(
+                    match.code, match.reason, match.source or loop.source, match.nearest_family, "recognise"
+                )
+            # the roles may show only behind what was computed for all steps in front of the loop
+            inlined = inline(step, nodes, fixed)
+            if inlined is None:
+                break
+            loop, nodes = inlined
     except Unfit as e:
-        return e.refusal
+        return refusal or e.refusal
     except Exception as e:  # an operation that does not run on other data: nothing is proven, the loop stays
-        return Refusal("QLA208", f"one step can not be evaluated ({type(e).__name__}: {e})", loop.source)
-    best = refusals[0]
-    return Refusal(best.code, best.reason, best.source or loop.source, best.nearest_family, "recognise")
+        return refusal or Refusal("QLA208", f"one step can not be evaluated ({type(e).__name__}: {e})", loop.source)
+    assert refusal is not None
+    return refusal
 
 
 def _static(value: torch.Tensor) -> torch.Tensor:
@@ -136,7 +150,8 @@ def _static(value: torch.Tensor) -> torch.Tensor:
     return torch.empty(tuple(map(hint, value.shape)), dtype=value.dtype, device="meta")
 
 
-def _found_step(anchor: fx.Node, loop: Loop, step: LoopStep, match: StepMatch) -> Found | Refusal:
+def _found_step(anchor: fx.Node, loop: Loop, step: LoopStep, nodes: list[fx.Node], match: StepMatch) -> Found | Refusal:
+    step.nodes = nodes
     step.axes = (match.key_axis, match.value_axis)
     state_in = anchor.args[0][step.state.index] if step.state.kind == "carry" else anchor.args[1][step.state.index]
     new_state = loop.carry_out[step.state.index] if step.state.kind == "carry" else None

@@ -34,18 +34,19 @@ def rewrite(gm: fx.GraphModule, functional: Functional, found: Found, training: 
         return uses
     core = {functional.origin[n] for n in found.core if n in functional.origin}
     role_nodes = [at.key for at in found.roles.values() if isinstance(at, Placement)]
-    inputs = [functional.origin[n] for n in role_nodes]
-    if found.state_in is not None:
-        inputs.append(functional.origin[found.state_in])
     if found.step is not None:
-        inputs += [a for a in functional.origin[found.anchor].all_input_nodes if a.op != "output"]
-    after = last_position(inputs, order)
-    at = after.next
-    while at.op == "placeholder":
-        at = at.next
-    unsafe = unsafe_reads(functional, role_nodes, at) or mode_switch(
-        functional, min(core, key=order.__getitem__), max(core, key=order.__getitem__)
-    )
+        # the operator takes the loop's place: what the loop reads is what it would have read there
+        at = functional.origin[found.anchor]
+        moved = found.step.nodes[len(found.anchor.args[1]) :]  # read by the loop now, but computed before
+        unsafe = unsafe_reads(functional, moved, at)
+    else:
+        inputs = [functional.origin[n] for n in (*role_nodes, *([found.state_in] if found.state_in else []))]
+        at = last_position(inputs, order).next
+        while at.op == "placeholder":
+            at = at.next
+        unsafe = unsafe_reads(functional, [*role_nodes, *([found.state_in] if found.state_in else [])], at)
+    first, last = min(core, key=order.__getitem__), max(core, key=order.__getitem__)
+    unsafe = unsafe or mode_switch(functional, first, last)
     if unsafe is not None:
         return unsafe
     dead, keeper = survivors(functional, {(user, used) for user, used, _ in uses}, core)

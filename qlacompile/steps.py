@@ -31,6 +31,7 @@ class LoopStep:
         self.output_refs: list[Ref] = []
         self.output_where: list[tuple[str, Any]] = []  # ("stack", number) or ("write", instruction)
         self.skipped: set[int] = set()
+        self.nodes: list[Any] = []  # the graph's nodes for the invariants; set once a pattern has matched
         self.axes = (-2, -1)  # of the state: key and value; set once a pattern has matched
         self.evaluator = Evaluator()
         self._data: dict[int, dict[Ref, torch.Tensor]] = {}

@@ -20,8 +20,7 @@ from qlacompile.kernels.gdn_sm90 import launch
 
 SHARED_MEMORY = 232448  # bytes a block can have on compute capability 9.0
 REGISTERS = 512  # per thread slot of an SM's 128-thread groups: what all warpgroups of a block may claim together
-# Bytes a thread may spill: none, but for two kernels that are written for one register more than there is.
-SPILLS = {"solve": 128, "gradients": 128}
+SPILLS = {"solve": 64}  # bytes a thread may spill: none, but for the unrolled substitution, once outside of it
 
 pytestmark = [
     pytest.mark.skipif(gdn_sm90.tilelang_version() != gdn_sm90.TILELANG, reason=f"needs TileLang {gdn_sm90.TILELANG}"),

@@ -40,5 +40,6 @@ def test_lookalike_keeps_its_value(case: LookAlike, rest: str) -> None:
     bound = 2e-5 if got.report and got.report.matches else 1e-6
     assert worst(got.outputs, eager.outputs) <= bound
     assert worst(got.grads, eager.grads) <= 2e-5
-    if got.report and got.report.matches:
-        assert case.gdn or case.rollable is not False
+    if got.report and got.report.matches and case.rollable is False and not case.gdn:
+        # a loop that was unrolled may hold regular stretches; one of them is never the whole loop
+        assert all(match.steps < args[0].shape[1] for match in got.report.matches)

@@ -272,14 +272,25 @@ RECIPES = {
 }
 
 
+def alike(gate: str, heads: int) -> dict[str, list[int]]:
+    """Heads whose gates are drawn from the same distribution: their errors are pooled, for the reason given below."""
+    if gate == "spread":
+        return {f"dg of head {h}": [h] for h in range(heads)}
+    if gate == "mild":
+        last = [h for h in range(heads) if h % 4 == 3]
+        return {"dg of heads that forget": [h for h in range(heads) if h not in last], "dg of the others": last}
+    return {"dg of a head": list(range(heads))}
+
+
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_no_further_from_the_truth_than_fla(recipe: str) -> None:
-    """Per tensor, and for dg per head. Errors are root mean squares over draws: in a head that never forgets all of dg
-    hangs on a few sums, and one draw says little."""
+    """Per tensor, and for dg per head. Errors are root mean squares over draws and over heads that are alike: where a
+    head never forgets, all of its dg hangs on a few sums, and the error of one draw is anything from half to twice.
+    """
     os.environ["FLA_FLASH_QLA"] = "0"
     fla = pytest.importorskip("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    draws = 1 if RECIPES[recipe]["T"] > 1000 else 6
-    squares: dict[str, list[float]] = {}
+    draws = 2 if RECIPES[recipe]["T"] > 1000 else 16
+    squares: dict[str, list[tuple[float, float]]] = {}
     for _ in range(draws):
         x = inputs(**RECIPES[recipe])
         wanted = exact(x)
@@ -288,18 +299,14 @@ def test_no_further_from_the_truth_than_fla(recipe: str) -> None:
         o, ht = fla(*leaves[:5], scale=scale, initial_state=leaves[5], output_final_state=True)
         grads = torch.autograd.grad([o, ht], leaves, [x["do"], x["dht"]])
         theirs = {"o": o.detach(), "ht": ht.detach(), **dict(zip(GRADS, grads))}
-        for name, found in ours(x).items():
-            pairs = [(name, found, theirs[name], wanted[name])]
-            if name == "dg":
-                pairs += [
-                    (f"dg of head {h}", found[..., h], theirs[name][..., h], wanted[name][..., h])
-                    for h in range(found.shape[-1])
-                ]
-            for key, a, b, want in pairs:
-                pair = squares.setdefault(key, [0.0, 0.0])
-                pair[0] += error(a, want) ** 2
-                pair[1] += error(b, want) ** 2
-    rows = {key: ((a / draws) ** 0.5, (b / draws) ** 0.5) for key, (a, b) in squares.items()}
-    print(recipe, {key: f"{a:.2e}/{b:.2e}" for key, (a, b) in rows.items()})
-    for key, (a, b) in rows.items():
-        assert a <= 1.1 * b + 1e-6, (key, a, b)
+        found = ours(x)
+        for name, want in wanted.items():
+            pair = (error(found[name], want) ** 2, error(theirs[name], want) ** 2)
+            squares.setdefault(name, []).append(pair)
+        for key, heads in alike(RECIPES[recipe].get("gate", "mild"), wanted["dg"].shape[-1]).items():
+            for h in heads:
+                a, b = (error(y["dg"][..., h], wanted["dg"][..., h]) ** 2 for y in (found, theirs))
+                squares.setdefault(key, []).append((a, b))
+    rows = {key: tuple((sum(side) / len(side)) ** 0.5 for side in zip(*pairs)) for key, pairs in squares.items()}
+    print(f"{recipe}: " + ", ".join(f"{key} {a:.2e}/{b:.2e}" for key, (a, b) in rows.items()))
+    assert {key: row for key, row in rows.items() if row[0] > 1.1 * row[1] + 1e-6} == {}

@@ -64,6 +64,7 @@ class Spelling:
     normalised: bool = False  # does the l2 norm of q and k itself
     float32_inside: bool = False  # computes in float32 whatever the arguments are
     grads: bool = True  # False: eager autograd refuses it, because it overwrites what a gradient needs
+    regions: int = 1  # how many matches it gives
     must_match: bool = True  # False: correct GDN, but the compiler may refuse it (and must then say why)
     # for entries whose arguments are not the standard ones: (canonical arguments) -> args, and args -> Canonical
     encode: Callable[..., tuple[Tensor, ...]] | None = None

@@ -100,10 +100,10 @@ def enumerate_tokens(q, k, v, g, beta):
 
 
 SPELLINGS = (
-    Spelling("zip_unbind", zip_unbind, must_match=False),
-    Spelling("while_loop", while_loop, must_match=False),
-    Spelling("stateful_cell", stateful_cell, must_match=False),
+    Spelling("zip_unbind", zip_unbind),
+    Spelling("while_loop", while_loop),
+    Spelling("stateful_cell", stateful_cell),
     Spelling("head_loop", head_loop, must_match=False),
-    Spelling("two_halves", two_halves),
-    Spelling("enumerate_tokens", enumerate_tokens, must_match=False),
+    Spelling("two_halves", two_halves, regions=2),
+    Spelling("enumerate_tokens", enumerate_tokens),
 )
