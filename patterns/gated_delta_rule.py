@@ -15,6 +15,7 @@ import torch
 from qlacompile.ir import Placement, Refusal, SequenceMatch, SequenceView, StepMatch, StepView, Value
 
 from .affine import Affine, aligned, close, constant, decompose, error, orientations, ratio
+from .statement import sentence
 
 FAMILY = "gated_delta_rule"
 TRIALS = 3
@@ -30,6 +31,9 @@ class GatedDeltaRule:
     """The pattern. ``match_step`` and ``match_sequence`` return roles, or the first condition that fails."""
 
     family = FAMILY
+
+    def statement(self, gate: str, has_beta: bool, scale: float) -> str:
+        return sentence(gate, has_beta, scale)
 
     def match_step(self, view: StepView) -> StepMatch | Refusal:
         refusal = Refusal("QLA202", "the new state is not an affine function of the old one", nearest_family=FAMILY)

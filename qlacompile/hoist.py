@@ -34,7 +34,8 @@ def _plain(step: LoopStep, access: Indexed, node: fx.Node, features: bool) -> Pe
     shape = list(node.meta["example_value"].shape)
     if access.base != 0 or access.slope != 1 or access.kept or shape[access.axis] != step.loop.steps:
         return None
-    if any(not (isinstance(a, slice) and a == slice(None)) for i, a in enumerate(access.index) if i != access.entry):
+    others = (a for i, a in enumerate(access.index) if i != access.entry and a is not None)
+    if any(not (isinstance(a, slice) and a == slice(None)) for a in others):
         return None
     rest = [d for d in range(len(shape)) if d != access.axis]
     batch = len(step.state_shape) - 2

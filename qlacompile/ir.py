@@ -339,6 +339,9 @@ class Pattern(Protocol):
 
     family: str
 
+    def statement(self, gate: str, has_beta: bool, scale: float) -> str:
+        """What a match with this gate, with or without beta, computes, as a formula for the report."""
+
     def match_step(self, view: StepView) -> StepMatch | Refusal:
         """The roles of a loop step, or the first condition that fails."""
 

@@ -6,6 +6,7 @@ whole sequences, which are compared token by token over their full length and in
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import fx
 
 from .evaluate import shape_of
 from .ir import Placement, Proof, Refusal, SequenceMatch
-from .recognise import Found, outputs_below
+from .recognise import Found, outputs_below, patterns
 from .regions import evaluate
 
 TOLERANCE = 1e-10
@@ -22,9 +23,11 @@ TRIALS = 2
 
 def prove(found: Found, device: torch.device) -> Proof | Refusal:
     """The evidence, also finding the nodes that hold the final state; or QLA207 with the first difference."""
+    pattern = next(p for p in patterns() if p.family == found.family)
+    statement = pattern.statement(found.gate, found.roles.get("beta") is not None, found.scale)
     if found.region is None:
         assert found.proof is not None
-        return found.proof
+        return replace(found.proof, statement=statement)
     worst = 0.0
     candidates: list[tuple[fx.Node, bool]] | None = None
     match = found.match
@@ -58,7 +61,7 @@ def prove(found: Found, device: torch.device) -> Proof | Refusal:
         ]
         candidates = states if candidates is None else [c for c in candidates if c in states]
     _take_states(found, candidates or [])
-    return Proof(worst, TRIALS, "the whole region on random float64 data, every token, random initial state")
+    return Proof(worst, TRIALS, "the whole region on random float64 data, every token, random initial state", statement)
 
 
 def _state_elements(found: Found) -> int:
