@@ -4,14 +4,16 @@ Imported only when a kernel is built: it needs TileLang.
 """
 
 import tilelang.language as T
+from tilelang.layout import make_swizzled_layout
 
 from .tiles import BETA, DECAY, GATE, REST, VB, C
 
 
 def reverse(K: int, dtype: str, stages: int = 2):
-    """One block per (sequence, v head, 64 columns of V). Writes dh0, and per chunk dS (after it) and dx.
+    """One block per (sequence, v head, 64 columns of V). Writes dv, dh0, and per chunk dS (after it) and dx.
 
-    Transposed like the forward scan, and for the same reason.
+    Transposed like the forward scan, and for the same reason. It works on dS / scale: what q^T is multiplied by is then
+    e^G do, and not rounded where the gate is 0. A scale of zero is taken as 1, with ``ratio`` 0 for ``scale / norm``.
     """
     B, S, Hk, Hv, NB, M, MB = (T.dynamic(n) for n in ("B", "S", "Hk", "Hv", "NB", "M", "MB"))
 
@@ -24,10 +26,12 @@ def reverse(K: int, dtype: str, stages: int = 2):
         P: T.Tensor((M, C, C), dtype),
         gates: T.Tensor((M, 4, C), "float32"),
         dht: T.Tensor((B, Hv, K, NB, VB), "float32"),
+        dv: T.Tensor((B, S, Hv, NB, VB), dtype),
         dh0: T.Tensor((B, Hv, K, NB, VB), "float32"),
         dh: T.Tensor((MB, VB, K), dtype),
         dx: T.Tensor((MB, VB, C), dtype),
-        scale: T.float32,
+        norm: T.float32,
+        ratio: T.float32,
     ):
         with T.Kernel(NB, Hv, B, threads=128) as (vb, hv, bb):
             qs = T.alloc_shared((C, K), dtype)
@@ -39,6 +43,7 @@ def reverse(K: int, dtype: str, stages: int = 2):
             ds = T.alloc_shared((VB, K), dtype)
             xs = T.alloc_shared((VB, C), dtype)
             eo = T.alloc_shared((C, VB), dtype)
+            ys = T.alloc_shared((C, VB), dtype)
             st = T.alloc_fragment((VB, K), "float32")
             sb = T.alloc_fragment((VB, K), dtype)
             x = T.alloc_fragment((VB, C), "float32")
@@ -46,9 +51,10 @@ def reverse(K: int, dtype: str, stages: int = 2):
             hk = T.alloc_var("int32")
             hk = T.truncdiv(hv, T.truncdiv(Hv, Hk))
             chunks = T.ceildiv(S, C)
+            T.annotate_layout({ys: make_swizzled_layout(ys)})  # it is written down its columns
 
             for i, j in T.Parallel(VB, K):
-                st[i, j] = dht[bb, hv, j, vb, i]
+                st[i, j] = dht[bb, hv, j, vb, i] / norm
             for step in T.Pipelined(chunks, num_stages=stages):
                 n = chunks - 1 - step
                 T.copy(q[bb, n * C : (n + 1) * C, hk, 0:K], qs)
@@ -58,36 +64,43 @@ def reverse(K: int, dtype: str, stages: int = 2):
                 T.copy(P[(bb * chunks + n) * Hv + hv, 0:C, 0:C], Ps)
                 T.copy(gates[(bb * chunks + n) * Hv + hv, 0:4, 0:C], gs)
                 T.copy(st, sb)
-                T.tma_store_wait(1)
+                T.tma_store_wait(
+                    2
+                )  # each buffer is waited for where it is next written: dh, dx, dv leave in this order
                 T.copy(st, ds)
                 for i, j in T.Parallel(C, VB):
-                    eo[i, j] = scale * gs[DECAY, i] * os[i, j]
+                    eo[i, j] = ratio * gs[DECAY, i] * os[i, j]
                 T.gemm(sb, ks, x, transpose_B=True, clear_accum=True)
                 T.tma_copy(ds, dh[((bb * chunks + n) * Hv + hv) * NB + vb, 0:VB, 0:K])
                 for i, j in T.Parallel(VB, C):
-                    x[i, j] *= gs[REST, j]
+                    x[i, j] *= norm * gs[REST, j]
                 T.gemm(os, Ps, x, transpose_A=True)  # du
                 T.copy(x, xb)
                 T.gemm(xb, Ns, x)  # dx
                 T.tma_store_wait(1)
                 T.copy(x, xs)
                 for i, j in T.Parallel(VB, C):
-                    x[i, j] *= -gs[BETA, j] * gs[DECAY, j]
+                    x[i, j] *= gs[BETA, j]
+                for i, j in T.Parallel(VB, C):
+                    ys[j, i] = x[i, j]
+                for i, j in T.Parallel(VB, C):
+                    x[i, j] *= -gs[DECAY, j] / norm
                 T.copy(x, xb)
                 for i, j in T.Parallel(VB, K):
                     st[i, j] *= gs[DECAY, C - 1]
                 T.gemm(eo, qs, st, transpose_A=True)
                 T.gemm(xb, ks, st)
                 T.tma_copy(xs, dx[((bb * chunks + n) * Hv + hv) * NB + vb, 0:VB, 0:C])
+                T.tma_copy(ys, dv[bb, n * C : (n + 1) * C, hv, vb, 0:VB])
             T.tma_store_wait(0)
             for i, j in T.Parallel(VB, K):
-                dh0[bb, hv, j, vb, i] = st[i, j]
+                dh0[bb, hv, j, vb, i] = norm * st[i, j]
 
     return gdn_reverse
 
 
 def gradients(K: int, dtype: str, grad_dtype: str, stages: int = 2):
-    """One block per (sequence, chunk, k head): dq and dk summed over the group in fp32, dv, dg and dbeta.
+    """One block per (sequence, chunk, k head): dq and dk summed over the group in fp32, dg and dbeta.
 
     One flat loop over the blocks of 64 columns of V of all v heads of the group, so that the tiles of the next block
     load while one is worked on; the ``[C, C]`` products are finished with the last block of a head.
@@ -107,11 +120,11 @@ def gradients(K: int, dtype: str, grad_dtype: str, stages: int = 2):
         dx: T.Tensor((MB, VB, C), dtype),
         dq: T.Tensor((B, S, Hk, K), grad_dtype),
         dk: T.Tensor((B, S, Hk, K), grad_dtype),
-        dv: T.Tensor((B, S, HB, VB), dtype),
         dg: T.Tensor((B, S, Hk, R), "float32"),
         dbeta: T.Tensor((B, S, Hk, R), "float32"),
         NB: T.int32,
         scale: T.float32,
+        norm: T.float32,
     ):
         with T.Kernel(T.ceildiv(S, C), Hk, B, threads=256) as (bc, hk, bb):
             qs = T.alloc_shared((C, K), dtype)
@@ -124,35 +137,37 @@ def gradients(K: int, dtype: str, grad_dtype: str, stages: int = 2):
             xs = T.alloc_shared((VB, C), dtype)
             Ps = T.alloc_shared((C, C), dtype)
             Ms = T.alloc_shared((C, C), dtype)
-            eye = T.alloc_shared((VB, VB), dtype)
             gs = T.alloc_shared((4, C), "float32")
             # per token: reads of the state, writes to it, k.(S dx), rows and columns of W, dbeta's rows, dx.v
-            rd = T.alloc_shared((C,), "float32")
-            wr = T.alloc_shared((C,), "float32")
-            kx = T.alloc_shared((C,), "float32")
-            wrow = T.alloc_shared((C,), "float32")
-            wcol = T.alloc_shared((C,), "float32")
-            brow = T.alloc_shared((C,), "float32")
-            xv = T.alloc_shared((C,), "float32")
+            rd = T.alloc_shared((C, 2), "float32")
+            wr = T.alloc_shared((C, 2), "float32")
+            kx = T.alloc_shared((C, 2), "float32")
+            wrow = T.alloc_shared((C, 2), "float32")
+            wcol = T.alloc_shared((4, C), "float32")
+            brow = T.alloc_shared((C, 2), "float32")
+            xv = T.alloc_shared((C, 2), "float32")
             later = T.alloc_shared((C,), "float32")
             carry = T.alloc_shared((VB,), "float32")
             dqa = T.alloc_fragment((C, K), "float32")
             dka = T.alloc_fragment((C, K), "float32")
             t = T.alloc_fragment((C, K), "float32")
-            c = T.alloc_fragment((C, C), "float32")  # q.k^T, then k.k^T
+            c = T.alloc_fragment((C, C), "float32")  # dx.v^T, q.k^T, k.k^T
             a = T.alloc_fragment((C, C), "float32")  # do.u^T, then its part of dg
             b = T.alloc_fragment((C, C), "float32")  # dx.u^T, then its part of dbeta
-            w = T.alloc_fragment((C, VB), "float32")
             hd = T.alloc_fragment((VB, K), "float32")
-            tsum = T.alloc_fragment((C,), "float32")
-            rd_f = T.alloc_fragment((C,), "float32")
-            wr_f = T.alloc_fragment((C,), "float32")
-            kx_f = T.alloc_fragment((C,), "float32")
-            xv_f = T.alloc_fragment((C,), "float32")
+            tsum = T.alloc_fragment((C, 2), "float32")
+            rd_f = T.alloc_fragment((C, 2), "float32")
+            wr_f = T.alloc_fragment((C, 2), "float32")
+            kx_f = T.alloc_fragment((C, 2), "float32")
+            xv_f = T.alloc_fragment((C, 2), "float32")
             ksum = T.alloc_fragment((VB,), "float32")
             carry_f = T.alloc_fragment((VB,), "float32")
-            rowsum = T.alloc_fragment((C,), "float32")
-            colsum = T.alloc_fragment((C,), "float32")
+            rowsum = T.alloc_fragment((C, 2), "float32")
+            colsum = T.alloc_fragment((4, C), "float32")
+            # The two warpgroups hold the two halves of every row and their warps 16 rows each: sums stay within a warp.
+            thalf = T.alloc_fragment((C, 2, K // 2), "float32")
+            chalf = T.alloc_fragment((C, 2, C // 2), "float32")
+            rows16 = T.alloc_fragment((4, 16, C), "float32")
             acc = T.alloc_local((1,), "float32")
             t0 = bc * C
             first = ((bb * T.ceildiv(S, C) + bc) * Hk + hk) * R
@@ -161,8 +176,6 @@ def gradients(K: int, dtype: str, grad_dtype: str, stages: int = 2):
             T.copy(k[bb, t0 : t0 + C, hk, 0:K], ks)
             T.clear(dqa)
             T.clear(dka)
-            for i, j in T.Parallel(VB, VB):
-                eye[i, j] = T.if_then_else(i == j, 1.0, 0.0)
             for it in T.Pipelined(R * NB, num_stages=stages):
                 T.copy(gates[first + T.truncdiv(it, NB), 0:4, 0:C], gs)
                 T.copy(v[bb, t0 : t0 + C, hk * R * NB + it, 0:VB], vs)
@@ -188,43 +201,40 @@ def gradients(K: int, dtype: str, grad_dtype: str, stages: int = 2):
                     t[i, j] *= scale * gs[DECAY, i]
                 for i, j in T.Parallel(C, K):
                     dqa[i, j] += t[i, j]
-                for i, j in T.Parallel(C, K):
-                    t[i, j] *= qs[i, j]
-                T.reduce_sum(t, tsum, dim=1, clear=True)
-                for i in T.Parallel(C):
-                    rd_f[i] += tsum[i]
+                for i, half, j in T.Parallel(C, 2, K // 2):
+                    thalf[i, half, j] = t[i, half * (K // 2) + j] * qs[i, half * (K // 2) + j]
+                T.reduce_sum(thalf, tsum, dim=2, clear=True)
+                for i, half in T.Parallel(C, 2):
+                    rd_f[i, half] += tsum[i, half]
 
                 T.gemm(xs, hs, t, transpose_A=True, clear_accum=True)
                 for i, j in T.Parallel(C, K):
                     t[i, j] *= gs[DECAY, i]
                 for i, j in T.Parallel(C, K):
                     dka[i, j] -= gs[BETA, i] * t[i, j]
-                for i, j in T.Parallel(C, K):
-                    t[i, j] *= ks[i, j]
-                T.reduce_sum(t, tsum, dim=1, clear=True)
-                for i in T.Parallel(C):
-                    kx_f[i] += tsum[i]
+                for i, half, j in T.Parallel(C, 2, K // 2):
+                    thalf[i, half, j] = t[i, half * (K // 2) + j] * ks[i, half * (K // 2) + j]
+                T.reduce_sum(thalf, tsum, dim=2, clear=True)
+                for i, half in T.Parallel(C, 2):
+                    kx_f[i, half] += tsum[i, half]
 
                 T.gemm(us, ds, t, transpose_A=True, clear_accum=True)
                 for i, j in T.Parallel(C, K):
-                    t[i, j] *= gs[REST, i]
+                    t[i, j] *= norm * gs[REST, i]
                 for i, j in T.Parallel(C, K):
                     dka[i, j] += t[i, j]
-                for i, j in T.Parallel(C, K):
-                    t[i, j] *= ks[i, j]
-                T.reduce_sum(t, tsum, dim=1, clear=True)
-                for i in T.Parallel(C):
-                    wr_f[i] += tsum[i]
+                for i, half, j in T.Parallel(C, 2, K // 2):
+                    thalf[i, half, j] = t[i, half * (K // 2) + j] * ks[i, half * (K // 2) + j]
+                T.reduce_sum(thalf, tsum, dim=2, clear=True)
+                for i, half in T.Parallel(C, 2):
+                    wr_f[i, half] += tsum[i, half]
 
-                T.gemm(xs, eye, w, transpose_A=True, clear_accum=True)  # dx as [C, V], exactly
-                for i, j in T.Parallel(C, VB):
-                    c[i, j] = gs[BETA, i] * w[i, j]
-                T.copy(c, dv[bb, t0 : t0 + C, hk * R * NB + it, 0:VB])
-                for i, j in T.Parallel(C, VB):
-                    w[i, j] *= vs[i, j]
-                T.reduce_sum(w, rowsum, dim=1, clear=True)
-                for i in T.Parallel(C):
-                    xv_f[i] += rowsum[i]
+                T.gemm(xs, vs, c, transpose_A=True, transpose_B=True, clear_accum=True)
+                for i, half, j in T.Parallel(C, 2, C // 2):  # only the diagonal is wanted: dx_i.v_i
+                    chalf[i, half, j] = T.if_then_else(i == half * (C // 2) + j, c[i, half * (C // 2) + j], 0.0)
+                T.reduce_sum(chalf, rowsum, dim=2, clear=True)
+                for i, half in T.Parallel(C, 2):
+                    xv_f[i, half] += rowsum[i, half]
                 for i, j in T.Parallel(VB, K):
                     hd[i, j] = T.cast(hs[i, j], "float32") * T.cast(ds[i, j], "float32")
                 T.reduce_sum(hd, ksum, dim=1, clear=True)
@@ -252,11 +262,17 @@ def gradients(K: int, dtype: str, grad_dtype: str, stages: int = 2):
                         b[i, j] *= c[i, j]
                     for i, j in T.Parallel(C, C):
                         a[i, j] -= gs[BETA, i] * b[i, j]
-                    T.reduce_sum(b, rowsum, dim=1, clear=True)
+                    for i, half, j in T.Parallel(C, 2, C // 2):
+                        chalf[i, half, j] = b[i, half * (C // 2) + j]
+                    T.reduce_sum(chalf, rowsum, dim=2, clear=True)
                     T.copy(rowsum, brow)
-                    T.reduce_sum(a, rowsum, dim=1, clear=True)
+                    for i, half, j in T.Parallel(C, 2, C // 2):
+                        chalf[i, half, j] = a[i, half * (C // 2) + j]
+                    T.reduce_sum(chalf, rowsum, dim=2, clear=True)
                     T.copy(rowsum, wrow)
-                    T.reduce_sum(a, colsum, dim=0, clear=True)
+                    for i, r, j in T.Parallel(4, 16, C):
+                        rows16[i, r, j] = a[i * 16 + r, j]
+                    T.reduce_sum(rows16, colsum, dim=1, clear=True)
                     T.copy(colsum, wcol)
                     T.copy(rd_f, rd)
                     T.copy(wr_f, wr)
@@ -265,16 +281,23 @@ def gradients(K: int, dtype: str, grad_dtype: str, stages: int = 2):
                     T.copy(carry_f, carry)
                     # what crosses the boundary before token tx: reads from it on, writes before it, the carried state
                     for i in T.Parallel(C):
-                        later[i] = rd[i] - gs[BETA, i] * kx[i] + (wrow[i] - wcol[i])
+                        later[i] = (
+                            rd[i, 0]
+                            + rd[i, 1]
+                            - gs[BETA, i] * (kx[i, 0] + kx[i, 1])
+                            + (wrow[i, 0] + wrow[i, 1] - (wcol[0, i] + wcol[1, i] + wcol[2, i] + wcol[3, i]))
+                        )
                     if tx < C and t0 + tx < S:
                         acc[0] = 0.0
                         for i in T.unroll(VB):
                             acc[0] += carry[i]
-                        acc[0] *= gs[DECAY, C - 1]
+                        acc[0] *= norm * gs[DECAY, C - 1]
                         for i in T.unroll(C):
-                            acc[0] += T.if_then_else(i < tx, wr[i], later[i])
+                            acc[0] += T.if_then_else(i < tx, wr[i, 0] + wr[i, 1], later[i])
                         dg[bb, t0 + tx, hk, T.truncdiv(it, NB)] = acc[0]
-                        dbeta[bb, t0 + tx, hk, T.truncdiv(it, NB)] = xv[tx] - kx[tx] - brow[tx]
+                        dbeta[bb, t0 + tx, hk, T.truncdiv(it, NB)] = (
+                            xv[tx, 0] + xv[tx, 1] - (kx[tx, 0] + kx[tx, 1]) - (brow[tx, 0] + brow[tx, 1])
+                        )
 
             T.copy(dqa, dq[bb, t0 : t0 + C, hk, 0:K])
             T.copy(dka, dk[bb, t0 : t0 + C, hk, 0:K])

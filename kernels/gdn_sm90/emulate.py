@@ -106,11 +106,13 @@ class Reverse(NamedTuple):
 
 def scan_reverse(
     c: Chunked, G: torch.Tensor, N: torch.Tensor, do: torch.Tensor, dS: torch.Tensor, scale: float, rd: Round
-) -> tuple[torch.Tensor, Reverse]:
-    """Chunk before chunk; returns the gradient of the initial state and :class:`Reverse`."""
+) -> tuple[torch.Tensor, torch.Tensor, Reverse]:
+    """Chunk before chunk; returns dv, the gradient of the initial state and :class:`Reverse`."""
     rep = c.v.shape[1] // c.k.shape[1]
     count = c.v.shape[2]
-    ends, dxs = [[None] * count for _ in range(2)]
+    norm = scale or 1.0  # the kernel carries dS / scale: where the gate is 0, e^G do is then not rounded
+    dS = dS / norm
+    dvs, ends, dxs = [[None] * count for _ in range(3)]
     for n in reversed(range(count)):
         q = c.q[:, :, n].repeat_interleave(rep, dim=1)
         k = c.k[:, :, n].repeat_interleave(rep, dim=1)
@@ -118,17 +120,17 @@ def scan_reverse(
         e, r, last = Gn.exp()[..., None], (Gn[..., -1:] - Gn).exp()[..., None], Gn[..., -1].exp()[..., None, None]
         P = rd(scale * (q @ k.mT) * decay(Gn, 0))
         dSr = rd(dS)
-        du = r * (k @ dSr) + P.mT @ don
+        du = norm * r * (k @ dSr) + P.mT @ don
         dx = du + N[:, :, n].mT @ rd(du)
-        ends[n], dxs[n] = dSr, rd(dx)
-        dS = last * dS + q.mT @ rd(scale * e * don) - k.mT @ rd(beta * e * dx)
-    return dS, Reverse(torch.stack(ends, 2), torch.stack(dxs, 2))
+        dvs[n], ends[n], dxs[n] = beta * dx, norm * dSr, rd(dx)
+        dS = last * dS + q.mT @ rd(scale / norm * e * don) - k.mT @ rd(beta * e * dx / norm)
+    return torch.stack(dvs, 2), norm * dS, Reverse(torch.stack(ends, 2), torch.stack(dxs, 2))
 
 
 def gradients(
     c: Chunked, G: torch.Tensor, do: torch.Tensor, states: States, rev: Reverse, scale: float, rd: Round
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk (summed over the v heads of a k head), dv, dg and dbeta; every chunk on its own."""
+    """dq, dk (summed over the v heads of a k head), dg and dbeta; every chunk on its own."""
     rep = c.v.shape[1] // c.k.shape[1]
     q, k = c.q.repeat_interleave(rep, dim=1), c.k.repeat_interleave(rep, dim=1)
     beta = c.beta[..., None]
@@ -161,7 +163,7 @@ def gradients(
     before = torch.cat([torch.zeros_like(write[..., :1]), write[..., :-1].cumsum(-1)], dim=-1)
     dg = suffix + before + carry[..., None]
     dbeta = (rev.dx * c.v).sum(-1) - kx - ((rev.dx @ states.u.mT) * below * kk).sum(-1)
-    return dq, dk, beta * rev.dx, dg, dbeta
+    return dq, dk, dg, dbeta
 
 
 def run(
@@ -185,8 +187,8 @@ def run(
     don = chunked(do, compute)
     G, N = solve(c.k, c.g, c.beta, rd)
     o, ht, states = scan(c, G, N, initial_state.to(compute), scale, rd)
-    dh0, rev = scan_reverse(c, G, N, don, dht.to(compute), scale, rd)
-    dq, dk, dv, dg, dbeta = gradients(c, G, don, states, rev, scale, rd)
+    dv, dh0, rev = scan_reverse(c, G, N, don, dht.to(compute), scale, rd)
+    dq, dk, dg, dbeta = gradients(c, G, don, states, rev, scale, rd)
     out = {"o": rd(o), "dq": rd(dq), "dk": rd(dk), "dv": rd(dv), "dg": dg, "dbeta": dbeta}
     out = {name: unchunked(x, T) for name, x in out.items()}
     return out | {"ht": ht, "dh0": dh0}

@@ -8,6 +8,7 @@ count builds nothing.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -65,10 +66,12 @@ def build(*key: Any) -> Callable[..., None]:
             try:
                 import tilelang
 
-                func, configs = program(*key)
-                _built[key] = tilelang.compile(
-                    func, target=TARGET, execution_backend="tvm_ffi", pass_configs=dict(configs)
-                )
+                with warnings.catch_warnings():  # of options that the pinned compiler still has
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    func, configs = program(*key)
+                    _built[key] = tilelang.compile(
+                        func, target=TARGET, execution_backend="tvm_ffi", pass_configs=dict(configs)
+                    )
             except Exception as error:
                 raise KernelError("QLA506", f"gdn_sm90 {key[0]} {key[1:]}: {type(error).__name__}: {error}") from error
         return _built[key]
@@ -234,15 +237,16 @@ def _gradients(
     _, h, u = x.states(N, gates)
     P = x.tiles(CHUNK, blocks=False)
     launch(("scores", x.K, x.name), x.q, x.k, gates, P, x.group, scale)
-    dh0, dh, dx = x.new(x.state_shape), x.tiles(x.K), x.tiles(CHUNK)
-    launch(("reverse", x.K, x.name), x.q, x.k, do, N, P, gates, dht, dh0, dh, dx, scale)
+    norm = scale or 1.0  # the reverse scan carries dS / scale
+    dv, dh0, dh, dx = x.new(x.v.shape, x.dtype), x.new(x.state_shape), x.tiles(x.K), x.tiles(CHUNK)
+    launch(("reverse", x.K, x.name), x.q, x.k, do, N, P, gates, dht, dv, dh0, dh, dx, norm, scale / norm)
     grad_dtype = x.dtype if eps is None else torch.float32
-    dq, dk, dv = x.new(x.q.shape, grad_dtype), x.new(x.k.shape, grad_dtype), x.new(x.v.shape, x.dtype)
+    dq, dk = x.new(x.q.shape, grad_dtype), x.new(x.k.shape, grad_dtype)
     dg, dbeta = x.new(x.g.shape), x.new(x.g.shape)
     key = ("gradients", x.K, x.name, NAMES[grad_dtype])
     rows = (x.B, x.T, x.Hv * x.NB, BLOCK)
-    tensors = (x.q, x.k, x.v.view(rows), do.view(rows), gates, h, u, dh, dx, dq, dk, dv.view(rows), dg, dbeta)
-    launch(key, *tensors, x.NB, scale)
+    tensors = (x.q, x.k, x.v.view(rows), do.view(rows), gates, h, u, dh, dx, dq, dk, dg, dbeta)
+    launch(key, *tensors, x.NB, scale, norm)
     if eps is not None:
         dq, dk = l2norm_backward(q, dq, eps), l2norm_backward(k, dk, eps)
     return [dq, dk, dv, dg, dbeta, dh0]

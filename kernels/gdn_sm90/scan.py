@@ -118,9 +118,10 @@ def output(K: int, dtype: str, out_dtype: str, stages: int = 2):
                 T.copy(gates[first + T.truncdiv(it, NB), 0:4, 0:C], gs)
                 T.copy(h[first * NB + it, 0:VB, 0:K], hs)
                 T.copy(u[first * NB + it, 0:VB, 0:C], us)
-                T.gemm(qs, ks, qk, transpose_B=True, clear_accum=True)
-                for i, j in T.Parallel(C, C):
-                    Ps[i, j] = T.if_then_else(i >= j, scale * qk[i, j] * T.exp(gs[GATE, i] - gs[GATE, j]), 0.0)
+                if T.truncmod(it, NB) == 0:  # a new head
+                    T.gemm(qs, ks, qk, transpose_B=True, clear_accum=True)
+                    for i, j in T.Parallel(C, C):
+                        Ps[i, j] = T.if_then_else(i >= j, scale * qk[i, j] * T.exp(gs[GATE, i] - gs[GATE, j]), 0.0)
                 T.gemm(qs, hs, out, transpose_B=True, clear_accum=True)
                 for i, j in T.Parallel(C, VB):
                     out[i, j] *= scale * gs[DECAY, i]
