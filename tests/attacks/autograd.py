@@ -78,6 +78,7 @@ def gate_without(q, k, v, g, beta, S=None):
 
 
 def loop_without(q, k, v, g, beta, S=None):
+    S = zeros(q, v) if S is None else S
     with torch.no_grad():
         o, S = loop(q, k, v, g, beta, S)
     return o + q.sum(), S + k.sum()
