@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,8 @@ from .rewrite import Rewritten, rewrite
 from .roll import dynamo as roll
 from .roll.graph import reroll
 from .roll.prepare import copy_graph, has_repetition
+
+log = logging.getLogger("qlacompile")
 
 
 def flashqla(
@@ -61,7 +64,7 @@ flashqla._qlacompile_roll = True  # type: ignore[attr-defined]
 def fuse(gm: fx.GraphModule, options: Options, record: Recorder) -> int:
     """Find, prove and replace every recurrence of one graph; returns how many were replaced."""
     count = 0
-    refused: set[Any] = set()
+    refused: set[str] = set()  # by name: names survive a rollback
     training = torch.is_grad_enabled()
     device = _device(gm)
     while True:
@@ -74,17 +77,24 @@ def fuse(gm: fx.GraphModule, options: Options, record: Recorder) -> int:
         with record.stage("prove"):
             proof = prove(found, device)
         if isinstance(proof, Refusal):
-            refused.add(functional.origin[found.anchor])
+            refused.add(functional.origin[found.anchor].name)
             record.add_refusal(proof)
             continue
         with record.stage("rewrite"):
-            result = rewrite(gm, functional, found, training)
+            before = copy_graph(gm.graph)
+            try:
+                result = rewrite(gm, functional, found, training)
+            except Exception as e:  # whatever goes wrong here must not keep a correct program from running
+                gm.graph = before
+                log.debug("rewrite failed", exc_info=True)
+                result = Refusal("QLA301", f"the region can not be replaced ({type(e).__name__}: {e})", found.source)
         if isinstance(result, Refusal):
-            refused.add(functional.origin[found.anchor])
+            refused.add(functional.origin[found.anchor].name)
             record.add_refusal(result)
             continue
         with record.stage("lower"):
             record.add_match(_lower(result, found, proof, options))
+        refused.add(functional.origin[found.anchor].name)  # replaced; were it still there, it would be found for ever
         count += 1
 
 
@@ -102,7 +112,7 @@ def fuse_unrolled(gm: fx.GraphModule, options: Options, record: Recorder) -> int
     return count
 
 
-def _next(functional: Any, device: torch.device, refused: set[Any], record: Recorder) -> Found | None:
+def _next(functional: Any, device: torch.device, refused: set[str], record: Recorder) -> Found | None:
     for result in recognise(functional, device, refused):
         if isinstance(result, Refusal):
             record.add_refusal(result)

@@ -47,18 +47,29 @@ def mode_switch(functional: Functional, first: fx.Node, last: fx.Node) -> Refusa
     return None
 
 
+def epochs(graph: fx.Graph) -> dict[fx.Node, int]:
+    """For each node how many mode switches stand before it: equal numbers mean the same gradient and autocast modes."""
+    count, found = 0, {}
+    for node in graph.nodes:
+        if node.op == "call_function" and changes_mode(node.target):
+            count += 1
+        found[node] = count
+    return found
+
+
 def survivors(
-    functional: Functional, replaced: set[tuple[fx.Node, fx.Node]], core: set[fx.Node]
+    functional: Functional, replaced: set[tuple[fx.Node, fx.Node]], core: set[fx.Node], read: set[fx.Node]
 ) -> tuple[set[fx.Node], fx.Node | None]:
     """Which source nodes are dead once the given uses are replaced; and a node that keeps the region alive, if any.
 
     ``replaced`` are (user, used) pairs of source nodes that will read the operator's outputs instead; ``core`` are the
-    source nodes of the region. A write is alive if what it writes to is read later, or is visible outside the graph.
+    source nodes of the region, ``read`` those that the operator will read. A write is alive if what it writes to is
+    read later, or is visible outside the graph.
     """
     source = functional.source
     roots = alias_roots(source, replaced)
     alive: set[fx.Node] = set()
-    todo: list[fx.Node] = []
+    todo: list[fx.Node] = list(read)
     writers: dict[fx.Node, list[fx.Node]] = {}
     for node in source.nodes:
         for target in written_nodes(node):

@@ -11,18 +11,37 @@ from torch import fx
 from .build import Builder
 from .evaluate import VIEWS, hint, is_in, op_name
 from .functional import Functional
+from .fxtools import written_nodes
 from .hoist import hoist
 from .ir import Placement, Ref, Spec
 from .peel import Peeled, peel
 from .recognise import Found
 
+RESET = 1e-20
+
 
 class Emission:
-    def __init__(self, build: Builder, functional: Functional, found: Found) -> None:
+    def __init__(
+        self, build: Builder, functional: Functional, found: Found, epochs: dict[fx.Node, int], at: fx.Node
+    ) -> None:
         self.build, self.functional, self.found = build, functional, found
+        self.epochs, self.epoch = epochs, epochs[at]
+        self.written = {
+            root
+            for node in functional.source.nodes
+            for target in written_nodes(node)
+            for root in functional.roots.get(target, ())
+        }
         self.absorbed: list[str] = []
         self.names: dict[str, str] = {}
         self.state_example = self._state_example()
+
+    def may_pass(self, node: fx.Node) -> bool:
+        """Whether the operator may do a node's work: it runs in the same modes, on memory that nothing writes to."""
+        if self.epochs.get(node, self.epoch) != self.epoch:
+            return False
+        roots = self.functional.roots
+        return not any(roots.get(n, set()) & self.written for n in (node, *node.all_input_nodes))
 
     def source(self, node: fx.Node) -> fx.Node:
         """The source graph's node: for a later version of a written tensor the tensor itself."""
@@ -53,15 +72,21 @@ class Emission:
     def operator(self, training: bool) -> tuple[Spec, fx.Node]:
         found, build = self.found, self.build
         placed = self.roles()
-        plan = peel(placed, found.scale, build)
+        plan = peel(placed, found.scale, self.may_pass)
         self.absorbed = plan.absorbed
         self.names = {role: p.node.name for role, p in plan.roles.items()}
         args = {role: self.arrange(p, role in ("q", "k", "v")) for role, p in plan.roles.items()}
         dtype = args["q"].meta["example_value"].dtype
         for role in ("k", "v"):
             dtype = torch.promote_types(dtype, args[role].meta["example_value"].dtype)
+        wide = [e.dtype for e in (self.state_example, self._output_example()) if e is not None]
+        if torch.float64 in wide:
+            dtype = torch.float64
         for role in ("q", "k", "v"):
             args[role] = build.cast(args[role], dtype)
+        for role in ("g", "beta"):
+            if role in args and (dtype == torch.float64 or not build.value(args[role]).dtype.is_floating_point):
+                args[role] = build.cast(args[role], torch.float64 if dtype == torch.float64 else torch.float32)
         sign = None
         if "g" in args:
             args["g"], sign = self.log_decay(args["g"])
@@ -127,14 +152,18 @@ class Emission:
         if gate == "neg_log":
             return build.call(torch.neg, g), None
         g = build.cast(g, torch.float64 if build.value(g).dtype == torch.float64 else torch.float32)
-        if _never_negative(self.functional, self.found):
-            return build.call(torch.log, build.call(torch.clamp_min, g, torch.finfo(torch.float32).tiny)), None
-        # a_t = s_t |a_t|: with S'_t = (s_1 .. s_t) S_t the recurrence has decay |a_t|, values s v and outputs s o
-        negative = build.call(torch.lt, g, 0.0)
-        flips = build.call(torch.where, negative, -1.0, 1.0)
-        sign = build.call(torch.cumprod, build.cast(flips, build.value(g).dtype), 1)
-        magnitude = build.call(torch.abs, g)
-        return build.call(torch.log, build.call(torch.clamp_min, magnitude, torch.finfo(torch.float32).tiny)), sign
+        sign = None
+        if not _never_negative(self.functional, self.found):
+            # a_t = s_t |a_t|: with S'_t = (s_1 .. s_t) S_t the recurrence has decay |a_t|, values s v and outputs s o
+            negative = build.call(torch.lt, g, 0.0)
+            flips = build.cast(build.call(torch.where, negative, -1.0, 1.0), build.value(g).dtype)
+            sign = build.call(torch.cumprod, flips, 1)
+            g = build.call(torch.mul, g, flips)
+        # A decay of exactly zero becomes RESET, and its gradient is that of the decay at RESET: d log(a) = d a / a
+        # holds there, while log(0) has no gradient. A state times RESET is below every rounding of what comes later.
+        raised = build.call(torch.sub, build.call(torch.clamp_min, g, RESET), g)
+        g = build.call(torch.add, g, build.call(torch.detach, raised))
+        return build.call(torch.log, g), sign
 
     def initial_state(self) -> fx.Node | None:
         """``[N, H, K, V]``, or None if the state starts at zero."""
@@ -144,7 +173,7 @@ class Emission:
         node = self.source(found.state_in)
         build = self.build
         rank = len(build.shape(node))
-        key_axis, value_axis = (a % rank for a in found.state_axes)
+        key_axis, value_axis = (a % rank for a in found.state_in_axes or found.state_axes)
         batch = [d for d in range(rank) if d not in (key_axis, value_axis)]
         node = build.permute(node, [*batch, key_axis, value_axis])
         sizes = build.shape(node)
@@ -180,6 +209,17 @@ class Emission:
     # --- results ------------------------------------------------------------------------------------------------------
 
     def result(self, which: str, call: fx.Node) -> fx.Node:
+        """An output in the layout that the region gave it; contiguous if it was, since later views may need that."""
+        node = self.laid_out(which, call)
+        example = self._state_out_example() if which == "state" else self._output_example()
+        if example is None or which == "last" or not example.is_contiguous() or self.build.value(node).is_contiguous():
+            return node
+        return self.build.call(torch.clone, node, memory_format=torch.contiguous_format)
+
+    def _state_out_example(self) -> torch.Tensor | None:
+        return self.found.state_out[0].meta.get("example_value") if self.found.state_out else None
+
+    def laid_out(self, which: str, call: fx.Node) -> fx.Node:
         build, found = self.build, self.found
         node = build.call(operator.getitem, call, 1 if which == "state" else 0)
         if which == "state":

@@ -53,6 +53,26 @@ ANALYTIC = (
 """Operations whose compositions are analytic. Comparisons and masks are meant for constants; :func:`is_core` checks
 that."""
 
+BRANCHED = words(
+    """
+    sqrt rsqrt norm vector_norm log log2 log1p where masked_fill masked_fill_ lt le gt ge eq ne and_ or_ logical_and
+    logical_or logical_not bitwise_not invert bool long int
+    """
+)
+"""Of these, the ones that are not analytic in their arguments everywhere: |x| is the root of a square. They may stand
+where their arguments are constants, and in front of a region's inputs."""
+
+
+def analytic(target: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation is analytic in all of its arguments, wherever it is defined."""
+    if isinstance(target, Loop):
+        return all(analytic(instr.target, instr.args) for instr in target.body)
+    name = op_name(target)
+    if name == "pow":
+        return len(args) > 1 and isinstance(args[1], (int, float)) and float(args[1]).is_integer()
+    return is_in(target, ANALYTIC) and name not in BRANCHED
+
+
 PROLOGUE = ANALYTIC | words(
     """
     clamp clamp_min clamp_max clip relu silu softplus logsigmoid abs maximum minimum max min normalize
@@ -74,6 +94,9 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 def op_name(target: Any) -> str:
     """The name that :data:`ANALYTIC` knows an operation by."""
+    base = getattr(target, "base", None)
+    if base is not None and not isinstance(target, torch._ops.OpOverload):
+        return op_name(base).removesuffix("_") if not isinstance(base, Loop) else base.name
     name = target_name(target)
     return {"_to_copy": "to", "linalg_inv": "inv", "linalg_solve": "solve", "linalg_inv_ex": "inv_ex"}.get(
         name, name.removeprefix("linalg_")

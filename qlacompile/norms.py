@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +41,7 @@ def number_factor(node: fx.Node, name: str) -> float | None:
     return 1.0 / float(number) if name in ("div", "true_divide", "truediv", "divide") else None
 
 
-def l2norm(at: Peeled) -> tuple[Peeled, float] | None:
+def l2norm(at: Peeled, same_mode: Callable[[fx.Node], bool]) -> tuple[Peeled, float] | None:
     """(x, eps) if the node computes ``x * rsqrt(sum(x^2) + eps)`` over the last axis in float32 or wider."""
     node = at.node
     value = node.meta["example_value"]
@@ -54,7 +55,7 @@ def l2norm(at: Peeled) -> tuple[Peeled, float] | None:
         if n in inside or n in entries:
             continue
         simple = n.op in ("call_function", "call_method") and op_name(n.target) in _NORM_OPS
-        if simple and len(inside) < 12 and not _scalar_multiple(n):
+        if simple and same_mode(n) and len(inside) < 12 and not _scalar_multiple(n):
             inside.append(n)
             frontier += n.all_input_nodes
         else:

@@ -6,13 +6,13 @@ knows grouped heads), a factor on q (the scale), and the l2norm of q and k when 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from .build import Builder
 from .evaluate import op_name
 from .norms import Peeled, l2norm, number_factor
 
@@ -28,34 +28,37 @@ class Plan:
     absorbed: list[str]
 
 
-def peel(roles: dict[str, Peeled], scale: float, build: Builder) -> Plan:
-    """The arguments with everything taken off that the operator does itself."""
+def peel(roles: dict[str, Peeled], scale: float, same_mode: Callable[[fx.Node], bool]) -> Plan:
+    """The arguments with everything taken off that the operator does itself.
+
+    ``same_mode(node)``: whether a node runs in the operator's own gradient and autocast modes; others are kept.
+    """
     absorbed: list[str] = []
     out: dict[str, Peeled] = {}
     grouped: dict[str, tuple[Peeled, int]] = {}
     eps: float | None = None
     if "q" in roles and "k" in roles:
-        q, factor = _layout(roles["q"], factors=True)
-        k, _ = _layout(roles["k"])
-        norm_q, norm_k = l2norm(q), l2norm(k)
+        q, factor = _layout(roles["q"], same_mode, factors=True)
+        k, _ = _layout(roles["k"], same_mode)
+        norm_q, norm_k = l2norm(q, same_mode), l2norm(k, same_mode)
         if norm_q is not None and norm_k is not None and abs(norm_q[1] - norm_k[1]) <= 1e-6 * norm_k[1]:
-            q, more = _layout(norm_q[0], factors=False)
-            k, _ = _layout(norm_k[0])
+            q, more = _layout(norm_q[0], same_mode)
+            k, _ = _layout(norm_k[0], same_mode)
             factor *= more
             eps = _round(norm_k[1])
             absorbed.append(f"l2norm of q and k (eps {eps:g})")
         scale *= factor
         for role, at in (("q", q), ("k", k)):
-            grouped[role] = _ungroup(at)
+            grouped[role] = _ungroup(at, same_mode)
         if grouped["q"][1] == grouped["k"][1]:
             if grouped["q"][1] > 1:
                 absorbed.append(f"heads of q and k repeated {grouped['q'][1]} times")
-            out["q"], out["k"] = (_layout(grouped[r][0])[0] for r in ("q", "k"))
+            out["q"], out["k"] = (_layout(grouped[r][0], same_mode)[0] for r in ("q", "k"))
         else:
             out["q"], out["k"] = q, k
     for role in ("v", "g", "beta"):
         if role in roles:
-            out[role] = _layout(roles[role])[0]
+            out[role] = _layout(roles[role], same_mode)[0]
     before = {r: roles[r].node.meta["example_value"].dtype for r in out}
     after = {r: out[r].node.meta["example_value"].dtype for r in out}
     # the operator takes q, k and v in one precision; a cast that would have to be put back is not taken off
@@ -74,12 +77,14 @@ def _round(eps: float) -> float:
     return short if abs(short - eps) <= 1e-5 * eps else eps
 
 
-def _layout(at: Peeled, factors: bool = False) -> tuple[Peeled, float]:
+def _layout(at: Peeled, same_mode: Callable[[fx.Node], bool], factors: bool = False) -> tuple[Peeled, float]:
     """Behind transposes, copies, up-casts and, if ``factors``, multiplications by a number."""
     factor = 1.0
     while True:
         node = at.node
         if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
+            return at, factor
+        if not same_mode(node):
             return at, factor
         source, name = node.args[0], op_name(node.target)
         before, after = source.meta.get("example_value"), node.meta.get("example_value")
@@ -100,7 +105,7 @@ def _layout(at: Peeled, factors: bool = False) -> tuple[Peeled, float]:
                 return _undo(at, node, order), factor
             continue
         number = number_factor(node, name) if factors else None
-        if number is not None and before.dtype == after.dtype:
+        if number is not None and before.dtype == after.dtype and before.dtype.itemsize >= 4:
             factor *= number
             at = replace(at, node=source)
             continue
@@ -175,11 +180,11 @@ def _order(node: fx.Node, name: str, rank: int) -> list[int] | None:
     return None
 
 
-def _ungroup(at: Peeled) -> tuple[Peeled, int]:
+def _ungroup(at: Peeled, same_mode: Callable[[fx.Node], bool]) -> tuple[Peeled, int]:
     """Behind a repetition of each head: (before it, how often)."""
-    at = _layout(at)[0]
+    at = _layout(at, same_mode)[0]
     node = at.node
-    if at.head is None or node.op not in ("call_function", "call_method") or not node.args:
+    if at.head is None or node.op not in ("call_function", "call_method") or not node.args or not same_mode(node):
         return at, 1
     name, source = op_name(node.target), node.args[0]
     if not isinstance(source, fx.Node):
@@ -199,6 +204,8 @@ def _ungroup(at: Peeled) -> tuple[Peeled, int]:
         if op_name(expanded.target) not in ("expand", "broadcast_to", "expand_as") or wide is None:
             return at, 1
         narrow = expanded.args[0]
+        if not (same_mode(expanded) and same_mode(narrow)):
+            return at, 1
         flat = narrow.meta.get("example_value")
         head = at.head
         if flat is None or flat.dim() != wide.dim() or wide.dim() != after.dim() + 1:

@@ -15,7 +15,7 @@ from torch import fx
 from .evaluate import shape_of
 from .ir import Placement, Proof, Refusal, SequenceMatch
 from .recognise import Found, outputs_below, patterns
-from .regions import evaluate
+from .regions import core, evaluate
 
 TOLERANCE = 1e-10
 TRIALS = 2
@@ -28,7 +28,10 @@ def prove(found: Found, device: torch.device) -> Proof | Refusal:
     if found.region is None:
         assert found.proof is not None
         return replace(found.proof, statement=statement)
-    worst = 0.0
+    if isinstance(_time(found), torch.SymInt):
+        reason = "the length is symbolic, and a region over whole sequences is proven for one length"
+        return Refusal("QLA209", reason, found.source, found.family, "prove")
+    worst, flipped = 0.0, False
     candidates: list[tuple[fx.Node, bool]] | None = None
     match = found.match
     assert isinstance(match, SequenceMatch) and isinstance(found.output, Placement)
@@ -41,7 +44,9 @@ def prove(found: Found, device: torch.device) -> Proof | Refusal:
 
     for trial in range(1, TRIALS + 1):
         values = evaluate(found.region, trial, False, device, keep)
-        output, state = definition(found, values)
+        if trial == 1 and found.state_in is not None:
+            flipped = _is_flipped(found, values)
+        output, state = definition(found, values, flipped)
         actual = arrange(values[found.output.key], found.output, features=True)
         difference = per_token(actual, output)
         if difference > TOLERANCE:
@@ -61,6 +66,7 @@ def prove(found: Found, device: torch.device) -> Proof | Refusal:
         ]
         candidates = states if candidates is None else [c for c in candidates if c in states]
     _take_states(found, candidates or [])
+    found.state_in_axes = (-1, -2) if flipped else (-2, -1)
     return Proof(worst, TRIALS, "the whole region on random float64 data, every token, random initial state", statement)
 
 
@@ -74,14 +80,33 @@ def _state_elements(found: Found) -> int:
     return batch * heads * match.key_dim * match.value_dim
 
 
+def _time(found: Found) -> Any:
+    at = found.roles["v"]
+    return at.key.meta["example_value"].shape[at.time]
+
+
+def _is_flipped(found: Found, values: dict[fx.Node, Any]) -> bool:
+    """Whether the initial state is given as ``[.., V, K]``; where K = V, the first outputs tell."""
+    match, initial = found.match, values[found.state_in]
+    assert isinstance(match, SequenceMatch) and isinstance(found.output, Placement)
+    if match.key_dim != match.value_dim:
+        return tuple(initial.shape[-2:]) == (match.value_dim, match.key_dim)
+    actual = arrange(values[found.output.key], found.output, features=True)
+    return per_token(actual, definition(found, values)[0]) > TOLERANCE
+
+
 def _take_states(found: Found, candidates: list[tuple[fx.Node, bool]]) -> None:
+    assert found.region is not None
+    roles = {at.key for at in found.roles.values()} | ({found.state_in} if found.state_in is not None else set())
+    # a node may equal the state on small numbers only, or cut its gradient: the way to it must be analytic, too
+    candidates = [c for c in candidates if not isinstance(core(found.region, roles, [c[0]]), Refusal)]
     if candidates:
         transposed = candidates[0][1]
         found.state_axes = (-1, -2) if transposed else (-2, -1)
         found.state_out = [node for node, t in candidates if t == transposed]
 
 
-def definition(found: Found, values: dict[fx.Node, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def definition(found: Found, values: dict[fx.Node, Any], flipped: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """The family's token recurrence on the roles' values: output ``[B, T, H, V]`` and state ``[B, H, K, V]``,
     float64."""
     match = found.match
@@ -102,8 +127,7 @@ def definition(found: Found, values: dict[fx.Node, Any]) -> tuple[torch.Tensor, 
     state = torch.zeros(shape, dtype=torch.float64, device=v.device)
     if found.state_in is not None:
         initial = values[found.state_in]
-        transposed = initial.shape[-2:] != shape[-2:]
-        state = (initial.transpose(-1, -2) if transposed else initial).reshape(shape)
+        state = (initial.transpose(-1, -2) if flipped else initial).reshape(shape)
     outs = []
     for t in range(length):
         state = state * alpha[:, t, :, None, None]

@@ -16,6 +16,7 @@ from torch import fx
 from .access import Unfit
 from .evaluate import is_float
 from .functional import Functional, WritingLoop
+from .fxtools import body_writes
 from .inline import inline
 from .ir import Loop, Pattern, Placement, Proof, Ref, Refusal, SequenceMatch, StepMatch
 from .regions import Region, anchors, core, cut, evaluate, loop_of, memory_limit, start_hypotheses, view
@@ -42,8 +43,9 @@ class Found:
     gate: str
     scale: float
     state_in: fx.Node | None
-    state_axes: tuple[int, int]
+    state_axes: tuple[int, int]  # of the final state: where its key and value axes are
     output: Placement | tuple[str, Any] | None
+    state_in_axes: tuple[int, int] | None = None  # of the initial state, where they differ
     state_out: list[fx.Node] = field(default_factory=list)
     core: list[fx.Node] = field(default_factory=list)
     step: LoopStep | None = None
@@ -63,16 +65,16 @@ def patterns() -> tuple[Pattern, ...]:
 
 
 def recognise(
-    functional: Functional, device: torch.device, refused: Set[fx.Node] = frozenset()
+    functional: Functional, device: torch.device, refused: Set[str] = frozenset()
 ) -> Iterator[Found | Refusal]:
     """Every recurrence of the graph in order, or why a loop is none. A result's outputs bound what comes after it.
 
-    Anchors that are copies of ``refused`` nodes of the source graph are passed over.
+    Anchors that are copies of nodes of the source graph named in ``refused`` are passed over.
     """
     closed: set[fx.Node] = set()
     done: set[fx.Node] = set()
     for anchor in anchors(functional.graph):
-        if anchor in done or functional.origin.get(anchor) in refused:
+        if anchor in done or functional.origin[anchor].name in refused:
             continue
         result: Found | Refusal | None = None
         loop = loop_of(anchor)
@@ -117,6 +119,10 @@ def _as_step(functional: Functional, anchor: fx.Node, loop: Loop) -> Found | Ref
         value = value.meta.get("example_value") if isinstance(value, fx.Node) else value
         return _static(value) if isinstance(value, torch.Tensor) else value
 
+    if _writes_to_start(functional, anchor, loop):
+        return Refusal(
+            "QLA302", "the loop changes what it starts from in place, and that is used elsewhere", loop.source
+        )
     nodes = list(invs)
     fixed = set(functional.versions) | functional.opaque
     refusal: Refusal | None = None
@@ -141,6 +147,18 @@ def _as_step(functional: Functional, anchor: fx.Node, loop: Loop) -> Found | Ref
         return refusal or Refusal("QLA208", f"one step can not be evaluated ({type(e).__name__}: {e})", loop.source)
     assert refusal is not None
     return refusal
+
+
+def _writes_to_start(functional: Functional, anchor: fx.Node, loop: Loop) -> bool:
+    """Whether the first step writes to memory that something besides the loop can see."""
+    _, written = body_writes(loop.body)
+    for j in written:
+        start = anchor.args[0][j]
+        node = functional.versions.get(start) or functional.origin[start]
+        others = [n for n, found in functional.roots.items() if found & functional.roots[node] and n is not node]
+        if others or len(node.users) > 1 or node.op == "placeholder":
+            return True
+    return False
 
 
 def _static(value: torch.Tensor) -> torch.Tensor:

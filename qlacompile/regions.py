@@ -14,11 +14,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from .evaluate import ANALYTIC, CONSTANTS, PROLOGUE, VIEWS, Evaluator, draw, is_float, is_in, op_name, shape_of
+from .evaluate import (
+    ANALYTIC,
+    CONSTANTS,
+    PROLOGUE,
+    VIEWS,
+    Evaluator,
+    analytic,
+    draw,
+    is_float,
+    is_in,
+    op_name,
+    shape_of,
+)
 from .functional import Functional, body_of
-from .ir import Loop, Refusal, SequenceView, Value
+from .ir import Instr, Loop, Ref, Refusal, SequenceView, Value, refs_in
 
 SOLVES = frozenset(["solve_triangular", "solve", "inv", "inverse", "inv_ex", "solve_ex", "triangular_solve"])
+SIZED = frozenset(["pad", "repeat_interleave", "tile", "repeat", "triu", "tril"])
 PRODUCTS = frozenset(
     ["matmul", "bmm", "mm", "mv", "einsum", "baddbmm", "addmm", "addbmm", "inner", "tensordot", "dot", "linear"]
 )
@@ -243,22 +256,46 @@ def core(region: Region, roles: set[fx.Node], outputs: list[fx.Node]) -> list[fx
         varies = bool(region.varying & set(node.all_input_nodes))
         if not is_in(node.target, ANALYTIC):
             return Refusal("QLA208", f"the region contains {op_name(node.target)}", source_of(node))
-        if varies and _branches(node, region.varying):
+        if varies and not _clear(node, region.varying):
             return Refusal("QLA208", f"{op_name(node.target)} depends on the data", source_of(node))
-        if op_name(node.target) in ("to", "type", "half", "bfloat16", "type_as") and _narrows(node):
+        if op_name(node.target) in ("to", "type", "half", "bfloat16", "type_as", "float") and _narrows(node):
             return Refusal("QLA303", "a value of the region is rounded to a lower precision", source_of(node))
+        sizes = any(n in region.symbolic for n in node.all_input_nodes)
+        if sizes and not is_in(node.target, VIEWS | CONSTANTS | SIZED):
+            return Refusal("QLA206", f"{op_name(node.target)} uses a number that is not fixed", source_of(node))
     return [n for n in region.inside if n in found]
 
 
-def _branches(node: fx.Node, varying: set[fx.Node]) -> bool:
-    """Comparisons of data, or masks that depend on it."""
-    name = op_name(node.target)
+def _clear(node: fx.Node, varying: set[fx.Node]) -> bool:
+    """Whether an operation is analytic in those of its arguments that vary."""
     value = node.meta.get("example_value")
-    if name in CONSTANTS or (isinstance(value, torch.Tensor) and not value.dtype.is_floating_point):
-        return name not in CONSTANTS
-    if name in ("masked_fill", "masked_fill_") and len(node.args) > 1:
-        return node.args[1] in varying
-    return name == "where" and node.args[0] in varying
+    if op_name(node.target) in CONSTANTS:
+        return True
+    if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
+        return False
+    body = body_of(node.target)
+    if body is not None:
+        return _body_is_clear(body, node.args[1], varying)
+    if op_name(node.target) in ("where", "masked_fill", "masked_fill_"):
+        return node.args[0 if op_name(node.target) == "where" else 1] not in varying
+    return analytic(node.target, tuple(node.args))
+
+
+def _body_is_clear(body: tuple[Instr, ...], invs: Any, varying: set[fx.Node]) -> bool:
+    """Whether every instruction of a loop is analytic in what varies; masks and the like may be made of constants."""
+    steady: set[Ref] = {Ref("inv", j) for j, inv in enumerate(invs) if inv not in varying}
+    for i, instr in enumerate(body):
+        refs = [r for r in refs_in((instr.args, dict(instr.kwargs))) if r.kind != "int"]
+        if all(r in steady for r in refs):
+            steady.add(Ref("node", i))
+            continue
+        if analytic(instr.target, instr.args):
+            continue
+        name = op_name(instr.target).removesuffix("_")
+        mask = instr.args[0 if name == "where" else 1] if name in ("where", "masked_fill") else None
+        if not isinstance(mask, Ref) or mask not in steady:
+            return False
+    return True
 
 
 def _narrows(node: fx.Node) -> bool:

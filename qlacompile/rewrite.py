@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from .build import Builder
-from .effects import last_position, mode_switch, survivors, unsafe_reads
+from .effects import epochs, last_position, mode_switch, survivors, unsafe_reads
 from .emission import Emission
 from .functional import Functional
+from .fxtools import target_name
 from .ir import Placement, Refusal, Spec
 from .recognise import Found
 
@@ -45,11 +46,14 @@ def rewrite(gm: fx.GraphModule, functional: Functional, found: Found, training: 
         while at.op == "placeholder":
             at = at.next
         unsafe = unsafe_reads(functional, [*role_nodes, *([found.state_in] if found.state_in else [])], at)
-    first, last = min(core, key=order.__getitem__), max(core, key=order.__getitem__)
+    first, last = min((at, *core), key=order.__getitem__), max(core, key=order.__getitem__)
     unsafe = unsafe or mode_switch(functional, first, last)
     if unsafe is not None:
         return unsafe
-    dead, keeper = survivors(functional, {(user, used) for user, used, _ in uses}, core)
+    # what nothing needed before (a norm's running statistics, random numbers) is not ours to remove
+    read = _read(functional, found)
+    unneeded = survivors(functional, set(), core, read)[0] - _below(graph, core)
+    dead, keeper = survivors(functional, {(user, used) for user, used, _ in uses}, core, read)
     if keeper is not None:
         from .roll.compare import source_of
 
@@ -62,17 +66,36 @@ def rewrite(gm: fx.GraphModule, functional: Functional, found: Found, training: 
         )
     build = Builder(graph, at)
     build.stack_trace = functional.origin[found.anchor].meta.get("stack_trace")
-    emitted = Emission(build, functional, found)
+    emitted = Emission(build, functional, found, epochs(graph), at)
     spec, call = emitted.operator(training)
     results: dict[str, fx.Node] = {}
     for user, used, which in uses:
         if which not in results:
             results[which] = emitted.result(which, call)
         user.replace_input_with(used, results[which])
-    for node in reversed([n for n in graph.nodes if n in dead]):
+    for node in reversed([n for n in graph.nodes if n in dead - unneeded]):
         if not node.users and node.op not in ("placeholder", "output"):
             graph.erase_node(node)
     return Rewritten(spec, call, tuple(emitted.absorbed), emitted.names, list(results.values()))
+
+
+def _read(functional: Functional, found: Found) -> set[fx.Node]:
+    """The source nodes that the operator's arguments are made of."""
+    if found.step is None:
+        nodes = [at.key for at in found.roles.values()] + ([found.state_in] if found.state_in is not None else [])
+    else:
+        nodes = [n for j, n in enumerate(found.step.nodes) if j not in found.step.buffers]
+        nodes += found.anchor.args[0]
+    return {functional.versions.get(n) or functional.origin[n] for n in nodes if isinstance(n, fx.Node)}
+
+
+def _below(graph: fx.Graph, core: set[fx.Node]) -> set[fx.Node]:
+    """The region's nodes and all that is computed from them."""
+    found = set(core)
+    for node in graph.nodes:
+        if found & set(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _uses(functional: Functional, found: Found) -> list[tuple[fx.Node, fx.Node, str]] | Refusal:
@@ -107,6 +130,8 @@ def _uses(functional: Functional, found: Found) -> list[tuple[fx.Node, fx.Node, 
             origin = functional.origin.get(user)
             if origin is None:
                 return Refusal("QLA302", "an output is written to later", found.source, found.family, "effects")
+            if "hook" in target_name(user.target):
+                return Refusal("QLA301", "a hook is registered on an output", found.source, found.family, "effects")
             uses.append((origin, used, name))
     # the output node of the source graph is not in the functional copy's origin when it was not copied
     return uses

@@ -8,16 +8,12 @@ from typing import Any
 import torch
 
 from .access import Indexed, Unfit
-from .evaluate import ANALYTIC, PROLOGUE, Evaluator, draw, is_in, op_name
-from .fxtools import body_writes, changes_mode, words
+from .body import Entangled, functional
+from .evaluate import CONSTANTS, PROLOGUE, VIEWS, Evaluator, analytic, draw, hint, is_in, op_name
+from .fxtools import body_writes, changes_mode
 from .ir import Instr, Loop, Ref, Refusal, Value, refs_in, resolve
 
 _CASTS = frozenset(["to", "type", "half", "bfloat16", "float", "double", "type_as", "_to_copy"])
-_COMPARISONS = words(
-    """
-    lt le gt ge eq ne isnan isinf isfinite
-    """
-)
 
 
 class LoopStep:
@@ -25,7 +21,11 @@ class LoopStep:
 
     def __init__(self, loop: Loop, carries: list[torch.Tensor], invs: list[Any], bases: list[int]) -> None:
         """``carries`` and ``invs`` are meta tensors (or other example values) of the loop's arguments."""
-        self.loop, self.invs, self.bases = loop, invs, bases
+        try:
+            self.loop, self.finals = functional(loop)
+        except Entangled as e:
+            raise Unfit(Refusal("QLA302", str(e), e.instr.source or loop.source, stage="recognise")) from e
+        self.invs, self.bases = invs, bases
         self.reads: dict[int, Indexed] = {}
         self.written: dict[int, Indexed] = {}  # instruction that writes -> where
         self.output_refs: list[Ref] = []
@@ -38,7 +38,7 @@ class LoopStep:
         self._find_accesses()
         self._find_state(carries)
         self._find_outputs()
-        self._check_operations()
+        self._classify()
 
     def refuse(self, code: str, reason: str, instr: Instr | None = None) -> Unfit:
         return Unfit(Refusal(code, reason, (instr.source if instr else "") or self.loop.source, stage="recognise"))
@@ -115,6 +115,8 @@ class LoopStep:
                         self.skipped |= {i, instr.args[0].index}
                 continue
             access = self._indexed(instr)
+            if access is not None and access.inv in {w.inv for w in self.written.values()}:
+                raise self.refuse("QLA302", "the loop accesses a tensor that it writes to more than once", instr)
             if access is None:
                 raise self.refuse(
                     "QLA205", f"the loop index is used in {op_name(instr.target)} in an unusual way", instr
@@ -137,7 +139,7 @@ class LoopStep:
             for ref in refs_in((instr.args, dict(instr.kwargs))):
                 if ref.kind == "inv" and ref.index in self.buffers:
                     raise self.refuse("QLA302", "the loop reads a tensor that it writes to", instr)
-        self.in_place = sorted(writes - self.buffers)
+        self.in_place = sorted(self.finals)
 
     def _find_state(self, carries: list[torch.Tensor]) -> None:
         states: list[Ref] = [Ref("carry", j) for j in range(len(carries))]
@@ -171,37 +173,88 @@ class LoopStep:
             self.output_refs.append(ref)
         self.outputs = len(self.output_refs)
 
-    def _check_operations(self) -> None:
-        to_state = self._ancestors_of_new_state()
-        for i, instr in enumerate(self.loop.body):
-            if i in self.skipped or i in self.reads:
-                continue
-            mine = Ref("node", i) in self.dependent
-            if not is_in(instr.target, ANALYTIC if mine else PROLOGUE):
-                code = "QLA202" if mine else "QLA208"
-                what = "the state goes through" if mine else "the loop contains"
-                raise self.refuse(code, f"{what} {op_name(instr.target)}", instr)
-            if mine and op_name(instr.target) in _COMPARISONS:
-                raise self.refuse("QLA202", f"the state is compared ({op_name(instr.target)})", instr)
-            narrow = instr.dtype is not None and instr.dtype.itemsize < self.state_example.dtype.itemsize
-            if mine and i in to_state and narrow and op_name(instr.target) in _CASTS:
-                raise self.refuse("QLA303", f"the state is rounded to {instr.dtype} in the loop", instr)
+    def _classify(self) -> None:
+        """Which instructions a pattern may look through.
 
-    def _ancestors_of_new_state(self) -> set[int]:
-        roots = [r for r in self.loop.carry_out if r.kind == "node"]
-        found: set[int] = set()
-        todo = [r.index for r in roots]
-        if self.state.kind == "inv":
-            todo = list(range(len(self.loop.body)))
-        while todo:
-            i = todo.pop()
-            if i in found:
+        What depends on the state must be analytic and stay in its precision. What does not is looked through where it
+        is analytic in what the step reads; any other such value (clamped, rounded, masked, detached) is a *barrier*: a
+        leaf of its own with random data, so that it can be a role itself but nothing behind it can.
+        """
+        self.barriers: set[int] = set()
+        self.unknown: set[int] = set()  # booleans, integers, tuples that vary: no leaf can stand for them
+        varying: set[Ref] = set(self.dependent)
+        for i, instr in enumerate(self.loop.body):
+            ref = Ref("node", i)
+            inputs = [r for r in refs_in((instr.args, dict(instr.kwargs))) if r.kind != "int"]
+            if i in self.skipped:
                 continue
-            found.add(i)
-            todo += [
-                r.index for r in refs_in((self.loop.body[i].args, dict(self.loop.body[i].kwargs))) if r.kind == "node"
-            ]
-        return found
+            if i in self.reads:
+                varying.add(ref)
+                if not self.invs[self.reads[i].inv].dtype.is_floating_point:
+                    self.unknown.add(i)
+                continue
+            self._check_sizes(instr, inputs)
+            if ref in self.dependent:
+                self._check_dependent(i, instr, inputs, varying)
+                continue
+            changing = [r for r in inputs if r in varying or self._is_tensor(r)]
+            if not changing:
+                if not is_in(instr.target, PROLOGUE):
+                    raise self.refuse("QLA208", f"the loop contains {op_name(instr.target)}", instr)
+                continue
+            varying.add(ref)
+            clear = not any(r.kind == "node" and r.index in self.unknown for r in inputs)
+            real = instr.dtype is None or instr.dtype.is_floating_point
+            # exp of a bfloat16 gate is rounded to bfloat16; beside a float32 state that is part of what is computed
+            rounded = instr.dtype is not None and instr.dtype.itemsize < self.state_example.dtype.itemsize
+            clear = clear and not (rounded and not is_in(instr.target, VIEWS))
+            if clear and real and analytic(instr.target, instr.args) and not self._narrows(instr, inputs):
+                continue
+            if not is_in(instr.target, PROLOGUE):
+                raise self.refuse("QLA208", f"the loop contains {op_name(instr.target)}", instr)
+            if instr.dtype is not None and instr.dtype.is_floating_point:
+                self.barriers.add(i)
+            else:
+                self.unknown.add(i)
+
+    def _is_tensor(self, ref: Ref) -> bool:
+        return ref.kind == "inv" and isinstance(self.invs[ref.index], torch.Tensor)
+
+    def _check_sizes(self, instr: Instr, inputs: list[Ref]) -> None:
+        """A symbolic number may be a size, but not a factor: a match would hold for its present value only."""
+        for ref in inputs:
+            value = self.invs[ref.index] if ref.kind == "inv" else None
+            if isinstance(value, (torch.SymFloat, torch.SymBool)) or (
+                isinstance(value, torch.SymInt) and not is_in(instr.target, VIEWS | CONSTANTS)
+            ):
+                raise self.refuse("QLA206", f"{op_name(instr.target)} uses a number that is not fixed", instr)
+
+    def _check_dependent(self, i: int, instr: Instr, inputs: list[Ref], varying: set[Ref]) -> None:
+        name = op_name(instr.target)
+        if not analytic(instr.target, instr.args):
+            masks = name in ("where", "masked_fill") and len(instr.args) > 1
+            mask = instr.args[0 if name == "where" else 1] if masks else None
+            if not masks or any(r in varying or self._is_tensor(r) for r in refs_in(mask)):
+                raise self.refuse("QLA202", f"the state goes through {name}", instr)
+        if any(r.kind == "node" and r.index in self.unknown for r in inputs):
+            raise self.refuse("QLA202", f"the state is combined with integers or booleans ({name})", instr)
+        if instr.dtype is not None and not instr.dtype.is_floating_point:
+            raise self.refuse("QLA202", f"the state is turned into {instr.dtype}", instr)
+        if name in _CASTS and self._narrows(instr, inputs) and Ref("node", i) not in self.output_refs:
+            raise self.refuse("QLA303", f"the state is rounded to {instr.dtype} in the loop", instr)
+
+    def _narrows(self, instr: Instr, inputs: list[Ref]) -> bool:
+        """Whether a cast loses digits of what it is given."""
+        if instr.dtype is None or op_name(instr.target) not in _CASTS or not inputs:
+            return False
+        source = inputs[0]
+        if source == self.state or source.kind == "carry":
+            before: torch.dtype | None = self.state_example.dtype
+        elif source.kind == "inv":
+            before = getattr(self.invs[source.index], "dtype", None)
+        else:
+            before = self.loop.body[source.index].dtype
+        return before is None or not before.is_floating_point or instr.dtype.itemsize < before.itemsize
 
     # --- StepView -----------------------------------------------------------------------------------------------------
 
@@ -209,7 +262,7 @@ class LoopStep:
         """Random data for what the step reads and for the invariants that it uses whole."""
         if trial not in self._data:
             generator = torch.Generator().manual_seed(7919 * trial + 17)
-            data: dict[Ref, torch.Tensor] = {}
+            data: dict[Ref, Any] = {}
             slices: dict[tuple[int, int, int, int], torch.Tensor] = {}
             for i, access in self.reads.items():
                 # reads of the same place are the same data, however they are indexed
@@ -222,6 +275,8 @@ class LoopStep:
                 index = list(access.index)
                 index[access.entry] = slice(0, 1) if access.kept else 0
                 data[Ref("node", i)] = slices[place][tuple(index)]
+                if i in self.unknown:
+                    data[Ref("node", i)] = data[Ref("node", i)].to(self.invs[access.inv].dtype)
             used = {
                 r.index
                 for n, i in enumerate(self.loop.body)
@@ -236,16 +291,31 @@ class LoopStep:
                 elif isinstance(value, torch.Tensor):
                     raise self.refuse("QLA208", "the step uses a tensor of integers or booleans")
                 else:
-                    data[Ref("inv", j)] = value
+                    data[Ref("inv", j)] = hint(value) if isinstance(value, torch.SymInt) else value
+            self._add_barriers(data, generator)
             self._data[trial] = data
         return self._data[trial]
+
+    def _add_barriers(self, data: dict[Ref, torch.Tensor], generator: torch.Generator) -> None:
+        """Random data for barriers; they are run once to learn their shapes."""
+        env: dict[Ref, Any] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in data.items()}
+        free = [i for i in range(len(self.loop.body)) if Ref("node", i) not in self.dependent and i not in self.skipped]
+        for i in free:
+            ref = Ref("node", i)
+            self._run(env, [i])
+            if i in self.barriers:
+                shape = tuple(env[ref].shape)
+                data[ref] = draw(shape, generator, 1.7 / max(shape[-1:] or (1,)) ** 0.5, self.evaluator.device)
+                env[ref] = data[ref]
+            elif i in self.unknown:
+                data[ref] = env[ref]
 
     def run(self, state: torch.Tensor, trial: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         env: dict[Ref, Any] = dict(self.leaves(trial))
         env[self.state] = state.clone()
         self._run(env, range(len(self.loop.body)))
         if self.state.kind == "inv":
-            new = env[self.state]
+            new = env[self.finals[self.state.index]]
         else:
             out = self.loop.carry_out[self.state.index]
             new = env[out]

@@ -38,8 +38,9 @@ ALLOWED: dict[str, set[str]] = {
     # stages
     "roll": TOOLS,
     "access": LANGUAGE,
-    "steps": TOOLS | {"access"},
+    "steps": TOOLS | {"access", "body"},
     "regions": TOOLS | {"roll"},
+    "body": TOOLS,
     "inline": TOOLS | {"steps"},
     "recognise": TOOLS | {"roll", "access", "steps", "inline", "regions", "patterns"},
     "prove": TOOLS | {"regions", "recognise"},

@@ -30,7 +30,8 @@ def fresh(tx: Any, example: torch.Tensor, lead: int | None = None) -> torch.Tens
         else:
             out = torch.empty((lead, *example.shape), dtype=example.dtype, device=example.device)
         if example.requires_grad:
-            out.requires_grad_(True)
+            with torch.enable_grad():  # not a leaf: code after the loop may write to it
+                out = out.requires_grad_(True).clone()
     return out
 
 
