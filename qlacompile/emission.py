@@ -168,7 +168,7 @@ class Emission:
     def initial_state(self) -> fx.Node | None:
         """``[N, H, K, V]``, or None if the state starts at zero."""
         found = self.found
-        if found.state_in is None or _is_zero(found.state_in):
+        if found.state_in is None or is_zero(found.state_in):
             return None
         node = self.source(found.state_in)
         build = self.build
@@ -317,7 +317,7 @@ def _rounded_later(node: fx.Node, dtype: torch.dtype) -> bool:
     return bool(seen)
 
 
-def _is_zero(node: fx.Node) -> bool:
+def is_zero(node: fx.Node) -> bool:
     while node.op in ("call_function", "call_method") and is_in(node.target, VIEWS) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node.op in ("call_function", "call_method") and op_name(node.target) in ("zeros", "new_zeros", "zeros_like")

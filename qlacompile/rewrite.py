@@ -8,7 +8,7 @@ from torch import fx
 
 from .build import Builder
 from .effects import epochs, last_position, mode_switch, survivors, unsafe_reads
-from .emission import Emission
+from .emission import Emission, is_zero
 from .functional import Functional
 from .fxtools import target_name
 from .ir import Placement, Refusal, Spec
@@ -82,10 +82,11 @@ def rewrite(gm: fx.GraphModule, functional: Functional, found: Found, training: 
 def _read(functional: Functional, found: Found) -> set[fx.Node]:
     """The source nodes that the operator's arguments are made of."""
     if found.step is None:
-        nodes = [at.key for at in found.roles.values()] + ([found.state_in] if found.state_in is not None else [])
+        nodes = [at.key for at in found.roles.values()]
     else:
         nodes = [n for j, n in enumerate(found.step.nodes) if j not in found.step.buffers]
-        nodes += found.anchor.args[0]
+    if found.state_in is not None and not is_zero(found.state_in):  # zeros are not passed on
+        nodes.append(found.state_in)
     return {functional.versions.get(n) or functional.origin[n] for n in nodes if isinstance(n, fx.Node)}
 
 
