@@ -6,14 +6,16 @@ Imported only when a kernel is built: it needs TileLang.
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
-from .tiles import BETA, DECAY, GATE, REST, VB, C
+from .tiles import BETA, DECAY, GATE, GATES, LEAD, REST, VB, C
 
 
 def reverse(K: int, dtype: str, stages: int = 2):
     """One block per (sequence, v head, 64 columns of V). Writes dv, dh0, and per chunk dS (after it) and dx.
 
-    Transposed like the forward scan, and for the same reason. It works on dS / scale: what q^T is multiplied by is then
-    e^G do, and not rounded where the gate is 0. A scale of zero is taken as 1, with ``ratio`` 0 for ``scale / norm``.
+    Transposed like the forward scan, and for the same reason. It works on dS / scale, and within a chunk on that
+    over e^G of the first token: q^T is then multiplied by e^(G - G_first) do, which is do, unrounded, where the gate is
+    0 and in the first token, which outweighs the others under strong decay. A scale of zero is taken as 1: ``norm``,
+    with ``inverse`` for 1 / norm; ``ratio`` is scale / norm.
     """
     B, S, Hk, Hv, NB, M, MB = (T.dynamic(n) for n in ("B", "S", "Hk", "Hv", "NB", "M", "MB"))
 
@@ -24,13 +26,14 @@ def reverse(K: int, dtype: str, stages: int = 2):
         do: T.Tensor((B, S, Hv, NB, VB), dtype),
         N: T.Tensor((M, C, C), dtype),
         P: T.Tensor((M, C, C), dtype),
-        gates: T.Tensor((M, 4, C), "float32"),
+        gates: T.Tensor((M, GATES, C), "float32"),
         dht: T.Tensor((B, Hv, K, NB, VB), "float32"),
         dv: T.Tensor((B, S, Hv, NB, VB), dtype),
         dh0: T.Tensor((B, Hv, K, NB, VB), "float32"),
         dh: T.Tensor((MB, VB, K), dtype),
         dx: T.Tensor((MB, VB, C), dtype),
         norm: T.float32,
+        inverse: T.float32,
         ratio: T.float32,
     ):
         with T.Kernel(NB, Hv, B, threads=128) as (vb, hv, bb):
@@ -39,7 +42,7 @@ def reverse(K: int, dtype: str, stages: int = 2):
             os = T.alloc_shared((C, VB), dtype)
             Ns = T.alloc_shared((C, C), dtype)
             Ps = T.alloc_shared((C, C), dtype)
-            gs = T.alloc_shared((4, C), "float32")
+            gs = T.alloc_shared((GATES, C), "float32")
             ds = T.alloc_shared((VB, K), dtype)
             xs = T.alloc_shared((VB, C), dtype)
             eo = T.alloc_shared((C, VB), dtype)
@@ -54,7 +57,7 @@ def reverse(K: int, dtype: str, stages: int = 2):
             T.annotate_layout({ys: make_swizzled_layout(ys)})  # it is written down its columns
 
             for i, j in T.Parallel(VB, K):
-                st[i, j] = dht[bb, hv, j, vb, i] / norm
+                st[i, j] = inverse * dht[bb, hv, j, vb, i]
             for step in T.Pipelined(chunks, num_stages=stages):
                 n = chunks - 1 - step
                 T.copy(q[bb, n * C : (n + 1) * C, hk, 0:K], qs)
@@ -62,14 +65,14 @@ def reverse(K: int, dtype: str, stages: int = 2):
                 T.copy(do[bb, n * C : (n + 1) * C, hv, vb, 0:VB], os)
                 T.copy(N[(bb * chunks + n) * Hv + hv, 0:C, 0:C], Ns)
                 T.copy(P[(bb * chunks + n) * Hv + hv, 0:C, 0:C], Ps)
-                T.copy(gates[(bb * chunks + n) * Hv + hv, 0:4, 0:C], gs)
+                T.copy(gates[(bb * chunks + n) * Hv + hv, 0:GATES, 0:C], gs)
                 T.copy(st, sb)
                 T.tma_store_wait(
                     2
                 )  # each buffer is waited for where it is next written: dh, dx, dv leave in this order
                 T.copy(st, ds)
                 for i, j in T.Parallel(C, VB):
-                    eo[i, j] = ratio * gs[DECAY, i] * os[i, j]
+                    eo[i, j] = ratio * gs[LEAD, i] * os[i, j]
                 T.gemm(sb, ks, x, transpose_B=True, clear_accum=True)
                 T.tma_copy(ds, dh[((bb * chunks + n) * Hv + hv) * NB + vb, 0:VB, 0:K])
                 for i, j in T.Parallel(VB, C):
@@ -84,12 +87,14 @@ def reverse(K: int, dtype: str, stages: int = 2):
                 for i, j in T.Parallel(VB, C):
                     ys[j, i] = x[i, j]
                 for i, j in T.Parallel(VB, C):
-                    x[i, j] *= -gs[DECAY, j] / norm
+                    x[i, j] *= -inverse * gs[LEAD, j]
                 T.copy(x, xb)
                 for i, j in T.Parallel(VB, K):
-                    st[i, j] *= gs[DECAY, C - 1]
+                    st[i, j] *= gs[LEAD, C - 1]
                 T.gemm(eo, qs, st, transpose_A=True)
                 T.gemm(xb, ks, st)
+                for i, j in T.Parallel(VB, K):
+                    st[i, j] *= gs[DECAY, 0]
                 T.tma_copy(xs, dx[((bb * chunks + n) * Hv + hv) * NB + vb, 0:VB, 0:C])
                 T.tma_copy(ys, dv[bb, n * C : (n + 1) * C, hv, vb, 0:VB])
             T.tma_store_wait(0)
@@ -113,7 +118,7 @@ def gradients(K: int, dtype: str, grad_dtype: str, stages: int = 2):
         k: T.Tensor((B, S, Hk, K), dtype),
         v: T.Tensor((B, S, HB, VB), dtype),
         do: T.Tensor((B, S, HB, VB), dtype),
-        gates: T.Tensor((M, 4, C), "float32"),
+        gates: T.Tensor((M, GATES, C), "float32"),
         h: T.Tensor((MB, VB, K), dtype),
         u: T.Tensor((MB, VB, C), dtype),
         dh: T.Tensor((MB, VB, K), dtype),
@@ -137,7 +142,7 @@ def gradients(K: int, dtype: str, grad_dtype: str, stages: int = 2):
             xs = T.alloc_shared((VB, C), dtype)
             Ps = T.alloc_shared((C, C), dtype)
             Ms = T.alloc_shared((C, C), dtype)
-            gs = T.alloc_shared((4, C), "float32")
+            gs = T.alloc_shared((GATES, C), "float32")
             # per token: reads of the state, writes to it, k.(S dx), rows and columns of W, dbeta's rows, dx.v
             rd = T.alloc_shared((C, 2), "float32")
             wr = T.alloc_shared((C, 2), "float32")
@@ -177,7 +182,7 @@ def gradients(K: int, dtype: str, grad_dtype: str, stages: int = 2):
             T.clear(dqa)
             T.clear(dka)
             for it in T.Pipelined(R * NB, num_stages=stages):
-                T.copy(gates[first + T.truncdiv(it, NB), 0:4, 0:C], gs)
+                T.copy(gates[first + T.truncdiv(it, NB), 0:GATES, 0:C], gs)
                 T.copy(v[bb, t0 : t0 + C, hk * R * NB + it, 0:VB], vs)
                 T.copy(do[bb, t0 : t0 + C, hk * R * NB + it, 0:VB], os)
                 T.copy(h[first * NB + it, 0:VB, 0:K], hs)

@@ -110,20 +110,24 @@ def scan_reverse(
     """Chunk before chunk; returns dv, the gradient of the initial state and :class:`Reverse`."""
     rep = c.v.shape[1] // c.k.shape[1]
     count = c.v.shape[2]
-    norm = scale or 1.0  # the kernel carries dS / scale: where the gate is 0, e^G do is then not rounded
+    # The kernel carries dS / scale, and within a chunk that over e^G of the first token: do is then not rounded where
+    # the gate is 0, nor in the first token, which outweighs the others under strong decay.
+    norm = scale or 1.0
     dS = dS / norm
     dvs, ends, dxs = [[None] * count for _ in range(3)]
     for n in reversed(range(count)):
         q = c.q[:, :, n].repeat_interleave(rep, dim=1)
         k = c.k[:, :, n].repeat_interleave(rep, dim=1)
         beta, Gn, don = c.beta[:, :, n, :, None], G[:, :, n], do[:, :, n]
-        e, r, last = Gn.exp()[..., None], (Gn[..., -1:] - Gn).exp()[..., None], Gn[..., -1].exp()[..., None, None]
+        e, r = Gn.exp()[..., None], (Gn[..., -1:] - Gn).exp()[..., None]
         P = rd(scale * (q @ k.mT) * decay(Gn, 0))
         dSr = rd(dS)
         du = norm * r * (k @ dSr) + P.mT @ don
         dx = du + N[:, :, n].mT @ rd(du)
         dvs[n], ends[n], dxs[n] = beta * dx, norm * dSr, rd(dx)
-        dS = last * dS + q.mT @ rd(scale / norm * e * don) - k.mT @ rd(beta * e * dx / norm)
+        lead = (Gn - Gn[..., :1]).exp()[..., None]
+        chunk = q.mT @ rd(scale / norm * lead * don) - k.mT @ rd(beta * lead * dx / norm)
+        dS = e[..., :1, :] * (lead[..., -1:, :] * dS + chunk)
     return torch.stack(dvs, 2), norm * dS, Reverse(torch.stack(ends, 2), torch.stack(dxs, 2))
 
 

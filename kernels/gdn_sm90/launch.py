@@ -18,6 +18,7 @@ from qlacompile.errors import KernelError
 
 CHUNK = 64
 BLOCK = 64  # columns of V a block owns
+GATES = 5  # rows of a chunk's gates
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -136,7 +137,7 @@ class _Inputs:
     def solve(self) -> tuple[torch.Tensor, torch.Tensor]:
         """N and the gates of every chunk."""
         N = self.tiles(CHUNK, blocks=False)
-        gates = self.new((N.shape[0], 4, CHUNK))
+        gates = self.new((N.shape[0], GATES, CHUNK))
         launch(("solve", self.K, self.name), self.k, self.g, self.beta, N, gates)
         return N, gates
 
@@ -239,7 +240,7 @@ def _gradients(
     launch(("scores", x.K, x.name), x.q, x.k, gates, P, x.group, scale)
     norm = scale or 1.0  # the reverse scan carries dS / scale
     dv, dh0, dh, dx = x.new(x.v.shape, x.dtype), x.new(x.state_shape), x.tiles(x.K), x.tiles(CHUNK)
-    launch(("reverse", x.K, x.name), x.q, x.k, do, N, P, gates, dht, dv, dh0, dh, dx, norm, scale / norm)
+    launch(("reverse", x.K, x.name), x.q, x.k, do, N, P, gates, dht, dv, dh0, dh, dx, norm, 1.0 / norm, scale / norm)
     grad_dtype = x.dtype if eps is None else torch.float32
     dq, dk = x.new(x.q.shape, grad_dtype), x.new(x.k.shape, grad_dtype)
     dg, dbeta = x.new(x.g.shape), x.new(x.g.shape)

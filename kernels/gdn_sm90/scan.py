@@ -6,7 +6,7 @@ Imported only when a kernel is built: it needs TileLang.
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
-from .tiles import BETA, DECAY, GATE, REST, VB, C
+from .tiles import BETA, DECAY, GATE, GATES, REST, VB, C
 
 
 def states(K: int, dtype: str, stages: int = 2):
@@ -24,7 +24,7 @@ def states(K: int, dtype: str, stages: int = 2):
         k: T.Tensor((B, S, Hk, K), dtype),
         v: T.Tensor((B, S, Hv, NB, VB), dtype),
         N: T.Tensor((M, C, C), dtype),
-        gates: T.Tensor((M, 4, C), "float32"),
+        gates: T.Tensor((M, GATES, C), "float32"),
         h0: T.Tensor((B, Hv, K, NB, VB), "float32"),
         ht: T.Tensor((B, Hv, K, NB, VB), "float32"),
         h: T.Tensor((MB, VB, K), dtype),
@@ -34,7 +34,7 @@ def states(K: int, dtype: str, stages: int = 2):
             ks = T.alloc_shared((C, K), dtype)
             vs = T.alloc_shared((C, VB), dtype)
             Ns = T.alloc_shared((C, C), dtype)
-            gs = T.alloc_shared((4, C), "float32")
+            gs = T.alloc_shared((GATES, C), "float32")
             hs = T.alloc_shared((VB, K), dtype)
             us = T.alloc_shared((VB, C), dtype)
             st = T.alloc_fragment((VB, K), "float32")
@@ -53,7 +53,7 @@ def states(K: int, dtype: str, stages: int = 2):
                 T.copy(k[bb, n * C : (n + 1) * C, hk, 0:K], ks)
                 T.copy(v[bb, n * C : (n + 1) * C, hv, vb, 0:VB], vs)
                 T.copy(N[(bb * chunks + n) * Hv + hv, 0:C, 0:C], Ns)
-                T.copy(gates[(bb * chunks + n) * Hv + hv, 0:4, 0:C], gs)
+                T.copy(gates[(bb * chunks + n) * Hv + hv, 0:GATES, 0:C], gs)
                 T.copy(st, sb)
                 T.tma_store_wait(1)  # the previous chunk's state has been read from hs, its u may still be under way
                 T.copy(st, hs)
@@ -89,7 +89,7 @@ def output(K: int, dtype: str, out_dtype: str, stages: int = 2):
     def gdn_output(
         q: T.Tensor((B, S, Hk, K), dtype),
         k: T.Tensor((B, S, Hk, K), dtype),
-        gates: T.Tensor((M, 4, C), "float32"),
+        gates: T.Tensor((M, GATES, C), "float32"),
         h: T.Tensor((MB, VB, K), dtype),
         u: T.Tensor((MB, VB, C), dtype),
         o: T.Tensor((B, S, HB, VB), out_dtype),
@@ -106,7 +106,7 @@ def output(K: int, dtype: str, out_dtype: str, stages: int = 2):
             hs = T.alloc_shared((VB, K), dtype)
             us = T.alloc_shared((VB, C), dtype)
             Ps = T.alloc_shared((C, C), dtype)
-            gs = T.alloc_shared((4, C), "float32")
+            gs = T.alloc_shared((GATES, C), "float32")
             qk = T.alloc_fragment((C, C), "float32")
             out = T.alloc_fragment((C, VB), "float32")
             t0 = bc * C
@@ -115,7 +115,7 @@ def output(K: int, dtype: str, out_dtype: str, stages: int = 2):
             T.copy(q[bb, t0 : t0 + C, hk, 0:K], qs)
             T.copy(k[bb, t0 : t0 + C, hk, 0:K], ks)
             for it in T.Pipelined(R * NB, num_stages=stages):
-                T.copy(gates[first + T.truncdiv(it, NB), 0:4, 0:C], gs)
+                T.copy(gates[first + T.truncdiv(it, NB), 0:GATES, 0:C], gs)
                 T.copy(h[first * NB + it, 0:VB, 0:K], hs)
                 T.copy(u[first * NB + it, 0:VB, 0:C], us)
                 if T.truncmod(it, NB) == 0:  # a new head
@@ -139,7 +139,7 @@ def scores(K: int, dtype: str):
     def gdn_scores(
         q: T.Tensor((B, S, Hk, K), dtype),
         k: T.Tensor((B, S, Hk, K), dtype),
-        gates: T.Tensor((M, 4, C), "float32"),
+        gates: T.Tensor((M, GATES, C), "float32"),
         P: T.Tensor((M, C, C), dtype),
         R: T.int32,
         scale: T.float32,

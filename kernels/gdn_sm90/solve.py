@@ -5,7 +5,7 @@ Imported only when a kernel is built: it needs TileLang.
 
 import tilelang.language as T
 
-from .tiles import BETA, DECAY, GATE, MIN_LOG_DECAY, REST, C
+from .tiles import BETA, DECAY, GATE, GATES, LEAD, MIN_LOG_DECAY, REST, C
 
 PAD = 4  # L is stored transposed with rows of 68 floats: the wgmma fragment then hits 32 different banks
 
@@ -23,7 +23,7 @@ def solve(K: int, dtype: str):
         g: T.Tensor((B, S, Hk, R), "float32"),
         beta: T.Tensor((B, S, Hk, R), "float32"),
         N: T.Tensor((M, C, C), dtype),
-        gates: T.Tensor((M, 4, C), "float32"),
+        gates: T.Tensor((M, GATES, C), "float32"),
     ):
         with T.Kernel(T.ceildiv(S, C), Hk, B, threads=128) as (bc, hk, bb):
             ks = T.alloc_shared((C, K), dtype)
@@ -87,6 +87,7 @@ def solve(K: int, dtype: str):
                     gates[first + pair * 2 + half, BETA, col] = bs[half, col]
                     gates[first + pair * 2 + half, DECAY, col] = T.exp(Gs[half, col])
                     gates[first + pair * 2 + half, REST, col] = T.exp(Gs[half, C - 1] - Gs[half, col])
+                    gates[first + pair * 2 + half, LEAD, col] = T.exp(Gs[half, col] - Gs[half, 0])
                 T.sync_threads()
 
     return gdn_solve
