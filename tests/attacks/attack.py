@@ -26,7 +26,7 @@ class Attack:
     fn: Callable[..., Any]
     make_args: Callable[[], Args]
     grad: bool = True  # False: it writes to its arguments, or overwrites what a gradient needs
-    bound: float = 2e-5  # relative, of outputs and gradients
+    bound: float = 2e-5  # relative, of outputs; gradients may always differ by 2e-5
     layout: bool = False  # outputs must be contiguous where those of eager are
 
     def build(self) -> Callable[..., Any]:
