@@ -11,6 +11,7 @@ import copy
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -99,11 +100,18 @@ def loop_problem(T: int, device: torch.device) -> Problem:
 
 
 def layer_problem(T: int, device: torch.device) -> Problem:
+    # transformers decides on import whether its layers call fla's kernels; those would hide the eager code
+    before = sys.modules.get("fla")
+    sys.modules["fla"] = None  # type: ignore[assignment]
     try:
         from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
         from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
     except ImportError as error:
         raise UsageError("the layer is from transformers: pip install 'qlacompile[demo]', or --only loop") from error
+    finally:
+        del sys.modules["fla"]
+        if before is not None:
+            sys.modules["fla"] = before
     large = device.type == "cuda"
     sizes = (2048, 16, 32, 128) if large else (128, 2, 4, 32)
     hidden, k_heads, v_heads, dim = sizes
