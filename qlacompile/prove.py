@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from .core import core
 from .evaluate import shape_of
 from .ir import Placement, Proof, Refusal, SequenceMatch
 from .recognise import Found, outputs_below, patterns
-from .regions import core, evaluate
+from .regions import evaluate
 
 TOLERANCE = 1e-10
 TRIALS = 2

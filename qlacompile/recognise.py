@@ -14,12 +14,13 @@ import torch
 from torch import fx
 
 from .access import Unfit
+from .core import core
 from .evaluate import is_float
 from .functional import Functional, WritingLoop
 from .fxtools import body_writes
 from .inline import inline
 from .ir import Loop, Pattern, Placement, Proof, Ref, Refusal, SequenceMatch, StepMatch
-from .regions import Region, anchors, core, cut, evaluate, loop_of, memory_limit, start_hypotheses, view
+from .regions import Region, anchors, cut, evaluate, loop_of, memory_limit, start_hypotheses, view
 from .roll.compare import source_of
 from .steps import LoopStep
 
