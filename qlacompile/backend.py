@@ -23,6 +23,7 @@ from .rewrite import Rewritten, rewrite
 from .roll import dynamo as roll
 from .roll.graph import reroll
 from .roll.prepare import copy_graph, has_repetition
+from .verify import once
 
 log = logging.getLogger("qlacompile")
 
@@ -44,6 +45,7 @@ def flashqla(
         record.add_graph(len(gm.graph.nodes))
         for refusal in roll.take_refusals():
             record.add_refusal(refusal)
+        original = fx.GraphModule(gm, copy_graph(gm.graph)) if chosen.verify == "once" else None
         replaced = 0
         for module in [gm, *_subgraphs(gm)]:
             replaced += fuse(module, chosen, record) + fuse_unrolled(module, chosen, record)
@@ -55,7 +57,12 @@ def flashqla(
                 if unroll(module) or replaced:
                     module.graph.lint()
                     module.recompile()
-            return compile_rest(gm, example_inputs, chosen.rest, mode, inductor_options)
+            compiled = compile_rest(gm, example_inputs, chosen.rest, mode, inductor_options)
+        if original is None or not replaced:
+            return compiled
+        unroll(original)
+        original.recompile()
+        return once(compiled, original)
 
 
 flashqla._qlacompile_roll = True  # type: ignore[attr-defined]

@@ -52,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "emission": TOOLS | {"recognise", "hoist", "peel"},
     "rewrite": TOOLS | {"roll", "recognise", "effects", "emission"},
     "rest": LANGUAGE,
+    "verify": LANGUAGE,
     # the people's side
     "__init__": {"errors", "explain", "ops"},
     "__main__": {"cli"},
