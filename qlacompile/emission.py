@@ -170,8 +170,9 @@ class Emission:
         found = self.found
         if found.state_in is None or is_zero(found.state_in):
             return None
-        node = self.source(found.state_in)
         build = self.build
+        before = cast_source(found.state_in)
+        node = build.cast(self.source(before), found.state_in.meta["example_value"].dtype)
         rank = len(build.shape(node))
         key_axis, value_axis = (a % rank for a in found.state_in_axes or found.state_axes)
         batch = [d for d in range(rank) if d not in (key_axis, value_axis)]
@@ -296,6 +297,13 @@ class Emission:
         order = [*batch, key_axis, value_axis]
         node = build.fit(node, [sizes[d] for d in order])
         return build.cast(build.permute(node, [order.index(d) for d in range(rank)]), example.dtype)
+
+
+def cast_source(node: fx.Node) -> fx.Node:
+    """Behind ``state.to(other)``: what is cast, as ``other`` may be a value of the region and only lends its dtype."""
+    if node.op == "call_method" and node.target in ("to", "type_as") and len(node.all_input_nodes) > 1:
+        return node.all_input_nodes[0]
+    return node
 
 
 def _rounded_later(node: fx.Node, dtype: torch.dtype) -> bool:

@@ -8,7 +8,7 @@ from torch import fx
 
 from .build import Builder
 from .effects import epochs, last_position, mode_switch, survivors, unsafe_reads
-from .emission import Emission, is_zero
+from .emission import Emission, cast_source, is_zero
 from .functional import Functional
 from .fxtools import target_name
 from .ir import Placement, Refusal, Spec
@@ -86,7 +86,7 @@ def _read(functional: Functional, found: Found) -> set[fx.Node]:
     else:
         nodes = [n for j, n in enumerate(found.step.nodes) if j not in found.step.buffers]
     if found.state_in is not None and not is_zero(found.state_in):  # zeros are not passed on
-        nodes.append(found.state_in)
+        nodes.append(cast_source(found.state_in))
     return {functional.versions.get(n) or functional.origin[n] for n in nodes if isinstance(n, fx.Node)}
 
 

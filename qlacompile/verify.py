@@ -36,8 +36,8 @@ def once(compiled: Callable[..., Any], original: fx.GraphModule) -> Callable[...
             if difference > BUDGET.get(theirs.dtype, 0.0):
                 raise StrictError(
                     "QLA003",
-                    f"flashqla.verify: output {number} differs from the eager graph by {difference:.1e} "
-                    f"(relative norm), expected at most {BUDGET.get(theirs.dtype, 0.0):.0e} for {theirs.dtype}; please report this, and "
+                    f"flashqla.verify: output {number} differs from the eager graph by {difference:.1e} (relative), "
+                    f"expected at most {BUDGET.get(theirs.dtype, 0.0):.0e} for {theirs.dtype}; please report it, and "
                     "set flashqla.kernels=['reference'] to see whether a kernel is at fault",
                 )
         return got
