@@ -95,6 +95,11 @@ def _mapped(build: Builder, step: LoopStep, invs: Any, ref: Ref) -> fx.Node:
     mapped = torch.vmap(one, in_dims=axes) if stacked else one
     with build.fake_mode or torch.no_grad(), torch.no_grad():
         traced = make_fx(mapped)(*examples)
+    # torch 2.14 traces detach as alias, which would let the gradient through again
+    detached = sum("detach" in str(step.loop.body[i].target) for i in which if i not in step.reads)
+    aliases = sum(node.target is torch.ops.aten.alias.default for node in traced.graph.nodes)
+    if detached and aliases not in (0, detached):
+        raise ValueError("a detached value and another alias inside the step")
     env: dict[fx.Node, Any] = {}
     inputs = iter(tensors)
     result: Any = None
@@ -103,7 +108,8 @@ def _mapped(build: Builder, step: LoopStep, invs: Any, ref: Ref) -> fx.Node:
             env[node] = next(inputs)
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = build.call(node.target, *args, **kwargs)
+            cut = detached and node.target is torch.ops.aten.alias.default
+            env[node] = build.call(torch.ops.aten.detach.default if cut else node.target, *args, **kwargs)
         elif node.op == "get_attr":
             raise ValueError("a constant tensor inside the step")
         else:

@@ -55,6 +55,16 @@ def test_compiled_code_of_the_user_stays() -> None:
     assert len(compiles) == 1
 
 
+def test_what_is_compiled_already_is_explained_too() -> None:
+    options = {"flashqla.rest": "eager"}
+    torch.compile(list_stack, backend="flashqla", options=options)(*ARGS)
+    assert len(qlacompile.explain(list_stack, options=options)(*ARGS).matches) == 1
+
+
+def test_a_mode_is_accepted() -> None:
+    assert len(qlacompile.explain(list_stack, mode="max-autotune")(*ARGS).matches) == 1
+
+
 def test_graph_breaks_have_reasons_and_places() -> None:
     def broken(*args):
         o, _ = list_stack(*args)

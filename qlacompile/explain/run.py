@@ -14,6 +14,15 @@ from .collect import collecting
 from .report import Report
 
 
+class _Fresh(dict[str, Any]):
+    """Options that equal no others: torch reuses what was compiled with equal ones, and nothing would be seen."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def explain(fn: Callable[..., Any], **compile_kwargs: Any) -> Callable[..., Report]:
     """``qlacompile.explain(model)(*args, **kwargs)`` says what ``backend="flashqla"`` does with ``model``, and why.
 
@@ -26,8 +35,8 @@ def explain(fn: Callable[..., Any], **compile_kwargs: Any) -> Callable[..., Repo
 
     def run(*args: Any, **kwargs: Any) -> Report:
         settings = dict(compile_kwargs)
-        if "mode" not in settings:  # torch.compile takes either a mode or options
-            settings["options"] = {"flashqla.rest": "eager", **(settings.get("options") or {})}
+        settings.pop("mode", None)  # only inductor reads it, and torch takes either a mode or options
+        settings["options"] = _Fresh({"flashqla.rest": "eager", **(settings.get("options") or {})})
         # The user's own compiled versions of fn stay as they are: this compile gets cache entries of its own. Where
         # torch cannot do that yet, everything is recompiled afterwards, as torch._dynamo.explain does.
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
